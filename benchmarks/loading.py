@@ -163,7 +163,7 @@ def _train(folder: str, case: str, workers: str, settle: int, rounds: int) -> di
         step.backward(lambda batch: functional.mse_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-        reading = step.global_batch.reading
+        reading = step.batch.reading
         if chosen_at is None and reading.origin.name == "CHOSEN":
             chosen_at = step.index
         if step.index < block_ends - 1:

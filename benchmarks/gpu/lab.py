@@ -369,7 +369,7 @@ def oom(lab: Lab) -> Figures:
         optimizer.step()
         optimizer.zero_grad()
         after = torch.cuda.memory_allocated() if lab.is_cuda else 0
-        counts.append(step.global_batch.plan.num_micro)
+        counts.append(step.batch.plan.num_micro)
         growth.append((after - before) / 2**20)
         print(
             f"step {step.index}: K {counts[-1]}, allocated {before / 2**30:.2f} GiB before, {after / 2**30:.2f} after"

@@ -112,7 +112,7 @@ def with_evenload() -> None:
     found["shares"] = []
 
     def backward(step: Any) -> None:
-        found["shares"].append(step.global_batch.plan.num_samples)
+        found["shares"].append(step.batch.plan.num_samples)
         step.backward(loss_fn)
 
     train(loader, backward, adamw(), batches=run.batches)

@@ -68,11 +68,11 @@ class SampleLedger:
         is_running = False
         if engine.num_backwards > before:  # otherwise this rank has missed it, and receives the state of another
             members = self._context.groups.membership.workers
-            self._write(step, call, micro=step.global_batch.plan.micro, workers=members, time_s=time.time())
+            self._write(step, call, micro=step.batch.plan.micro, workers=members, time_s=time.time())
         return loss
 
     def _write(self, step: Step, call: int, **values: Any) -> None:
-        plan = step.global_batch.plan
+        plan = step.batch.plan
         head = {"step": step.index, "call": call, "plan": [self._launch, plan.generation, plan.attempt]}
         self._file.write(json.dumps({**head, "worker": self._context.spec.worker, **values}).encode() + b"\n")
 

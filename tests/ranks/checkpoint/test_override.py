@@ -27,7 +27,7 @@ def _session(folder: str, seed: int, batch_size: int, epochs: int, until: int = 
             step.backward(lambda batch: model(batch[0]).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            steps.append((step.epoch, step.index, step.global_batch.epoch_step))
+            steps.append((step.epoch, step.index, step.batch.epoch_step))
             run.checkpoint(every=1, values={"seen": step.index})
             if step.index == until:
                 break

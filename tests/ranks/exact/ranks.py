@@ -157,7 +157,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
 
                 task.body(backward, record)
                 record.end_of_step(step.metrics)
-                record.num_micro.append(step.global_batch.plan.num_micro)
+                record.num_micro.append(step.batch.plan.num_micro)
                 record.redone.append(step.stats.redone)
                 if step.index + 1 == task.num_steps:
                     break

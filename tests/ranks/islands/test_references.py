@@ -100,7 +100,7 @@ def train(name: str, folder: str, settings: dict[str, Any], case: Case, num_step
                 return loss_of(model, batch)
 
             seen["losses"].append(float(step.backward(loss_fn)))
-            plan = step.global_batch.plan
+            plan = step.batch.plan
             seen["used"] += [(step.epoch, *plan.slice_of(m, step.planner.rank)) for m in range(plan.num_micro)]
             optimizer.step()
             scheduler.step()
@@ -108,7 +108,7 @@ def train(name: str, folder: str, settings: dict[str, Any], case: Case, num_step
             # Otherwise a checkpoint is a synchronisation of all fragments, or moves what the wire has lost.
             if case.num_fragments == 1 and case.wire == "fp32":
                 run.checkpoint(every=8)
-            if step.index + 1 == num_steps and step.global_batch.plan.progress.ends:
+            if step.index + 1 == num_steps and step.batch.plan.progress.ends:
                 break
         seen["rates"].append(scheduler.get_last_lr()[0])
     run.close()

@@ -210,7 +210,7 @@ def _with_dropout(folder: str) -> tuple[list[str], float]:
     worst = 0.0
     loader.planner._balancer = None
     for step in itertools.chain(loader, loader):
-        plan = step.global_batch.plan
+        plan = step.batch.plan
         if step.index == 1 and run.rank == 0:
             loader.planner._pending = Decision((8, 4, 0), 2, "left_out", 1, None, "the test decides", 1.0, 0.5)
         step.backward(

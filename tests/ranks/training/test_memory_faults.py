@@ -53,7 +53,7 @@ def _train(seed: int) -> tuple[torch.Tensor, list[tuple[tuple[int, ...], ...]], 
         step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-        plans.append(step.global_batch.plan.micro)
+        plans.append(step.batch.plan.micro)
     injectors[0].close()
     run.close()
     return _weights(model), plans, injectors[0].happened

@@ -134,7 +134,7 @@ def train(folder: str, since: int, steps: int, settings: dict[str, Any]) -> int:
         step.backward(lambda batch: functional.mse_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-        settled = step.global_batch.reading.origin is SettingsOrigin.CHOSEN
+        settled = step.batch.reading.origin is SettingsOrigin.CHOSEN
         if step.index == steps - 1 or ("num_workers" in settings and not run.any(not settled)):
             break
     run.close()

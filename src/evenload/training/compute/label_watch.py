@@ -42,7 +42,8 @@ class LabelWatch:
                 return
             self._left -= 1
             if weight is not None:
-                if not 0 < (number := float(weight)) < 1:
+                number = float(weight)
+                if not 0 < number < 1 and number != float(loss):
                     return
                 message = (
                     f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "

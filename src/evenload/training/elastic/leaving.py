@@ -46,7 +46,7 @@ class ComputingRanks(StepListener):
             self._has_begun = True
             self._check_registered()
         began_s = time.perf_counter()
-        if self.set_out(() if step.arm else step.global_batch.plan.out, step.index):
+        if self.set_out(() if step.arm else step.batch.plan.out, step.index):
             step.planner.set_return_price(time.perf_counter() - began_s)
         self._report_staying(step)
 
@@ -120,7 +120,7 @@ class ComputingRanks(StepListener):
 
     def _report_staying(self, step: Step) -> None:
         """Report once that a rank without samples computes all the same, and its cost."""
-        plan, planner = step.global_batch.plan, step.planner
+        plan, planner = step.batch.plan, step.planner
         if 0 not in plan.shares:
             return
         idle = [rank for rank, share in enumerate(plan.shares) if share == 0 and rank not in plan.out]

@@ -142,7 +142,7 @@ class IslandSynchroniser(StepListener):
         self.catch_up()
 
     def on_end(self, step: Step) -> None:
-        self._ends = step.global_batch.plan.progress.ends
+        self._ends = step.batch.plan.progress.ends
         if self._ends is not None:
             for scheduler in self._followed:
                 scheduler.end(*self._ends, left_early=self._context.loop.left_early)
@@ -264,7 +264,7 @@ class IslandSynchroniser(StepListener):
     def _is_inside(self) -> bool:
         """True if this island is between two of its own batches of a round."""
         step = self._context.loop.step
-        ends = step.global_batch.plan.progress.ends if step is not None and step.stats.calls else self._ends
+        ends = step.batch.plan.progress.ends if step is not None and step.stats.calls else self._ends
         return ends is None
 
     def _settle_body(self) -> None:

@@ -39,7 +39,7 @@ def check_process() -> None:
     error = _find_error()
     if error is None:
         return
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.parent_process() is None and not _is_importing():
         raise error
     text = f"evenload: {type(error).__name__}: {error}"
     if not is_printed_elsewhere(text):
@@ -50,7 +50,7 @@ def check_process() -> None:
 def _find_error() -> EvenloadError | None:
     if worker.progress.reading:  # raised: this process is a rank, and reports it itself
         raise ConfigError(_IMPORTS)
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if _is_importing():
         return ConfigError(_IMPORTS)
     if path := os.environ.get(WORKER_VARIABLE):
         spec = read_spec(Path(path))
@@ -59,6 +59,11 @@ def _find_error() -> EvenloadError | None:
         how = "evenload.spawn" if spec.origin == "spawn" else "evenload run"
         return LaunchError(_OF_A_RANK.format(how=how))
     return LaunchError(_ALONE) if _is_in_spawn() and detect().origin == "alone" else None
+
+
+def _is_importing() -> bool:
+    """Return whether a new process of multiprocessing imports the script before it does its work."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def _is_in_spawn() -> bool:

@@ -17,6 +17,7 @@ from evenload.atomic_file import write_atomically
 from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
 from evenload.training.launch.hints import hint_for
 
+_STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _TORCH_DATA = str(Path("torch", "utils", "data"))
 _CHILD_ERRORS = (
@@ -121,7 +122,8 @@ def user_traceback(error: BaseException) -> str:
     error_traceback = traceback.TracebackException.from_exception(error)
     error_traceback.__cause__ = error_traceback.__context__ = None
     _keep_users_frames(error_traceback)
-    own = "".join(error_traceback.format())
+    is_alone = isinstance(error, EvenloadError) and not error_traceback.stack
+    own = "" if is_alone else "".join(error_traceback.format())
     return own + "".join(f"caused by {_first_line(earlier)}{_place(earlier)}\n" for earlier in earlier_errors(error))
 
 
@@ -153,8 +155,8 @@ def passes_through_package(trace: types.TracebackType | None) -> bool:
 
 
 def is_users_file(name: str) -> bool:
-    """Return False for files of Evenload and of installed packages."""
-    return not name.startswith(("<", _PACKAGE)) and "site-packages" not in name
+    """Return False for files of Evenload, of installed packages and of Python itself."""
+    return not name.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and "site-packages" not in name
 
 
 def _place(error: BaseException) -> str:
@@ -194,11 +196,12 @@ def _kept(files: Sequence[str]) -> list[bool]:
 
 def _keep_users_frames(summary: traceback.TracebackException) -> None:
     frames = list(summary.stack)
-    kept = _kept([frame.filename for frame in frames])
+    files = [frame.filename for frame in frames]
+    kept = _kept(files)
     tells_enough = _is_type(summary, (EvenloadError, SyntaxError))  # without the frame that raised it
     if tells_enough and frames:
         kept[-1] = is_users_file(frames[-1].filename)
-    if any(kept[:-1]) or tells_enough:
+    if tells_enough or any(stays and is_users_file(name) for stays, name in zip(kept, files, strict=True)):
         own = [frame for frame, stays in zip(frames, kept, strict=True) if stays]
         summary.stack = traceback.StackSummary.from_list(own)
 

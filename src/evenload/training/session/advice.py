@@ -72,7 +72,7 @@ class LinkAdvice(StepListener):
         if len(self._computed_s) < _NUM_STEPS:
             return
         # The first steps load code and fill caches.
-        plan = step.global_batch.plan
+        plan = step.batch.plan
         # An island knows its own ranks' times.
         whole = [] if context.islands is not None else list(zip(timed.own_seconds(), plan.shares, strict=False))
         far = {rank for host in context.groups.generation.hosts if 0 not in host for rank in host}

@@ -285,7 +285,7 @@ class Session(StepListener):
         if not step.arm:
             self._saver.save_best()
             # Not called in each step, which has no microsecond to spare.
-            if self._trains and (self._mistakes.num_looks <= NUM_STEPS or not step.global_batch.plan.step):
+            if self._trains and (self._mistakes.num_looks <= NUM_STEPS or not step.batch.plan.step):
                 self._mistakes.look(step)
         if self._has_begun:
             return
@@ -329,7 +329,7 @@ class Session(StepListener):
         if step is None:
             lines.append("nothing to train: no step began")
         else:
-            plan = step.global_batch.plan
+            plan = step.batch.plan
             lines.append(
                 f"first step: {plan.num_samples} {step.loader.unit_name}, shares {list(plan.shares)}, "
                 f"{plan.num_micro} micro-batches"

@@ -31,7 +31,7 @@ class SilentMistakes:
 
     def look(self, step: Step) -> None:
         """Look at a step that begins: the first `NUM_STEPS` of a session and one more, and the first of each epoch."""
-        if not (step.global_batch.plan.step and self.num_looks):
+        if not (step.batch.plan.step and self.num_looks):
             self._check_mode(step)
         if self.num_looks == 0:
             trained = [p for model in self._models for p in model.parameters() if p.requires_grad]

@@ -342,7 +342,7 @@ class Saver:
 
     def _step_after_body(self) -> int:
         step = (loop := self._context.loop).step
-        return step.index + step.global_batch.num_steps if step is not None and step.stats.calls else loop.steps_done
+        return step.index + step.batch.num_steps if step is not None and step.stats.calls else loop.steps_done
 
     def last_save(self) -> tuple[float, int]:
         """Return the seconds of the run and the step of the last checkpoint that all ranks wrote together."""

@@ -48,7 +48,7 @@ class Step:
         """
         self._loop = loop
         self._loader = loader
-        self.global_batch = batch
+        self.batch = batch
         self.planner = planner
         self.stats = StepStats()
         self.index = loop.steps_done if planner.in_order else planner.step_index(batch.epoch_step, loop.steps_done)
@@ -108,7 +108,7 @@ class Step:
     @property
     def shares(self) -> tuple[int, ...]:
         """Samples (units of a tuple of loaders) of each rank in this step."""
-        return self.global_batch.plan.shares
+        return self.batch.plan.shares
 
     @property
     def loader(self) -> GlobalLoader:
@@ -118,7 +118,7 @@ class Step:
         """Count the step's samples as used; a checkpoint in the loop body does it before the body ends."""
         if not self.committed:
             self.committed = True
-            self._loop.steps_done += self._loader.commit(self.global_batch)
+            self._loop.steps_done += self._loader.commit(self.batch)
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -220,7 +220,7 @@ class StepLoop:
     def begin(self, step: Step) -> None:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
-        self.engine.control.set_position(step.epoch, step.global_batch.epoch_step)
+        self.engine.control.set_position(step.epoch, step.batch.epoch_step)
         for listener in self._listeners["on_begin"]:
             listener.on_begin(step)
         self.engine.clock.switch("optimizer")
@@ -238,7 +238,7 @@ class StepLoop:
         self.failed = self.in_backward = True
         try:
             kept = step.stats.calls > 0 and not self.optimizer_stepped and self._watch.keeps_weights
-            attempt = Attempt(step.global_batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+            attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
             loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
@@ -299,8 +299,7 @@ class StepLoop:
 
     def _record(self, step: Step) -> None:
         timed = stats if (stats := step.stats).is_timed else stats.earlier
-        batch = step.global_batch
-        stats.plan, stats.global_step, stats.is_first = batch.plan, batch.global_step, not self._session_steps
+        stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
         unusual = timed is None or timed.unusual
         usual = not (stats.is_first or stats.redone or stats.compiled or (unusual and timed is not None))
@@ -311,7 +310,7 @@ class StepLoop:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:
             listener.on_trained(step, usual)
-        self.engine.recorder.step(step.record_index, step.global_batch.plan, step.stats, step.arm)
+        self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
     def end_epoch(self) -> None:
         self.settle()

@@ -144,7 +144,7 @@ class CouplingWatch(StepListener):
 
     def _read(self, step: Step, num_samples: int) -> tuple[Any, int] | None:
         """Return a batch with samples of this rank, or of others where it has too few, and their number."""
-        batch = step.global_batch
+        batch = step.batch
         plan = batch.plan
         if not isinstance(step.loader.batch_size, int | None) or plan.num_samples < _LEAST_SAMPLES:
             return None  # of a tuple of loaders a sample is none of one batch
@@ -186,7 +186,7 @@ class CouplingWatch(StepListener):
             yield
 
     def _report(self, step: Step, found: PartsFit) -> None:
-        plan = step.global_batch.plan
+        plan = step.batch.plan
         is_split = plan.num_micro > 1 or sum(share > 0 for share in plan.shares) > 1
         effect = (
             "Each device's micro-batch is compared within itself alone, so this is not the loss of the global batch"

@@ -116,7 +116,7 @@ class Verifier(StepListener):
         """Return why the ranks can't compute the step in float64; empty if they can."""
         why_not = ""
         norms = [module for _, module in batch_norms(self._models)]
-        data = step.global_batch.micro(0).data
+        data = step.batch.micro(0).data
         with put_back(self._models, tracked):
             try:
                 # Without BatchNorm: one sample may be too few for it, and it would call other ranks.
@@ -141,7 +141,7 @@ class Verifier(StepListener):
         wide = not why_not_float64
         precision = Precision("no" if wide else context.config.precision, context.device)
         precision.load_state_dict(context.engine.precision.state_dict())
-        batch = step.global_batch
+        batch = step.batch
         for m in range(batch.plan.num_micro):
             batch.micro(m)  # read before torch's default dtype changes
         call = VerifyCall(
