@@ -47,7 +47,7 @@ SETTINGS_ELSEWHERE: Mapping[str, str] = _by_name(
     ),
     (
         "device devices gpus num_gpus gpu gpu_ids accelerator cpu use_cpu no_cuda multi_gpu device_placement num_processes "
-        "nproc_per_node world_size rank local_rank nprocs",
+        "nproc_per_node world_size rank local_rank nprocs n np",
         _DEVICES,
     ),
     ("num_nodes nnodes num_machines", "write evenload run --nodes 2 --host HOST train.py"),

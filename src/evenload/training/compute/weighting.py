@@ -47,8 +47,8 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
         )
     if labels.is_floating_point():
         raise ConfigError(
-            f"count_tokens received a tensor of {labels.dtype}: expected integer labels, of which it counts those that are not -100; "
-            "of other losses return the number of samples or pixels as weight"
+            f"count_tokens received a tensor of {labels.dtype}: expected integer labels, of which it counts those that are not "
+            "-100; of other losses return the number of samples or pixels as weight"
         )
     if shift:
         labels = labels[..., 1:]
@@ -68,7 +68,7 @@ def read_result(returned: Any, *, on_device: bool = False) -> LossResult:
     if isinstance(returned, tuple) and not hasattr(returned, "_fields"):
         if len(returned) != 2:
             raise StepError(
-                f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss' and metrics by name"
+                f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss' and metrics"
             )
         loss = _scalar_loss(returned[0])
         return LossResult(loss, _weight(returned[1], loss, on_device))
@@ -143,8 +143,8 @@ def _weight(weight: Any, loss: torch.Tensor, on_device: bool) -> float | torch.T
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise StepError(
-                f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean. (Of (loss, outputs) return "
-                "the loss alone; of metrics a dict: {'loss': loss, 'accuracy': accuracy})"
+                f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean. (Of (loss, outputs) "
+                "return the loss alone; of metrics a dict: {'loss': loss, 'accuracy': accuracy})"
             )
         if on_device and weight.device == loss.device and weight.dtype != torch.bool and not weight.is_complex():
             return weight.detach().reshape(()).double()

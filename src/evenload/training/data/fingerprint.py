@@ -151,9 +151,10 @@ def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
         values = part.tensors if isinstance(part, TensorDataset) else list(getattr(part, "__dict__", {}).values())
         for value in (*values, part):
             if type(value) in (list, tuple) and len(value) == _length(part):
-                exact = zlib.crc32(
-                    repr([_plain(one) for one in (*value[:_END_ITEMS], *value[-_END_ITEMS:])]).encode(), exact
-                )
+                plain, floats = _entries([*value[:_END_ITEMS], *value[-_END_ITEMS:]])
+                exact = zlib.crc32(repr(plain).encode(), exact)
+                projection += float(floats @ _signs()[: len(floats)])
+                norm += float(floats.norm())
             tensor = _as_tensor(value)
             if tensor is None:
                 continue
@@ -190,15 +191,22 @@ def _ends(values: Any) -> Any:
     return join([values[:num_rows].reshape(-1), values[-num_rows:].reshape(-1)])
 
 
-def _plain(sample: Any) -> Any:
-    """Return what identifies an entry of a list of samples: numbers, names of files, ends of tensors."""
-    if isinstance(sample, str | PathLike):
-        return str(sample).rpartition("/")[2]  # the folder may differ between machines
-    if type(sample) in (list, tuple):
-        return [_plain(part) for part in sample[:_NUM_PARTS]]
-    if isinstance(sample, torch.Tensor) and sample.device.type == "cpu" and sample.layout is torch.strided:
-        return sample.detach().reshape(-1)[:_NUM_PARTS].tolist()
-    return sample if isinstance(sample, int) else None
+def _entries(samples: Sequence[Any]) -> tuple[list[Any], torch.Tensor]:
+    """Return what identifies entries of a list of samples: integers and names of files, and the first floats of tensors."""
+    plain: list[Any] = []
+    floats: list[float] = []
+    waiting = list(samples)
+    for sample in waiting:  # grows
+        if isinstance(sample, str | PathLike):
+            plain.append(str(sample).rpartition("/")[2])  # the folder may differ between machines
+        elif type(sample) in (list, tuple):
+            waiting += sample[:_NUM_PARTS]
+        elif isinstance(sample, int):
+            plain.append(sample)
+        elif type(sample) is torch.Tensor and sample.device.type == "cpu" and sample.layout is torch.strided:
+            values = sample.detach().reshape(-1)[:_NUM_PARTS].tolist()
+            (floats if sample.is_floating_point() else plain).extend(values)
+    return plain, torch.tensor(floats[: 2 * _END_VALUES], dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

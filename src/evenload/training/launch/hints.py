@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from evenload.errors import EvenloadError
-from evenload.foreign_names import MODEL_ELSEWHERE, OPTIMIZER_ELSEWHERE
+from evenload.foreign_names import MODEL_ELSEWHERE, MODULE_ELSEWHERE, OPTIMIZER_ELSEWHERE, describe_unknown
 
 _UNPREPARED = (
     "the loop runs over a plain DataLoader, which yields batches; write: model, loader = run.prepare(model, loader), then "
@@ -33,6 +33,17 @@ _MP_SPAWN = (
     "evenload run starts one process per device: call the function itself in place of torch.multiprocessing.spawn; or, in "
     'plain python, write evenload.spawn(train, devices="cpu:2") in its place'
 )
+_CUDA = (
+    "leave .cuda(), .to('cuda') and torch.cuda.set_device out: run.prepare moves the model, and in loss_fn the batch is on "
+    "run.device already"
+)
+_CHECKPOINT = (
+    "a checkpoint is a folder with the states of run.resume by name: "
+    "model.load_state_dict(evenload.load_checkpoint('runs/name')['model'])"
+)
+_TERMINAL = (
+    "ranks have no terminal: start one rank by plain python train.py for breakpoint(), and pass arguments for input()"
+)
 _MESSAGES = (
     (
         "Expected all tensors to be on the same device",
@@ -45,13 +56,17 @@ _MESSAGES = (
     ),
     ("element 0 of tensors does not require grad", _NO_GRADIENT),
     (
-        "Torch not compiled with CUDA enabled",
-        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+        "default_collate: batch must contain tensors",
+        "the samples that the dataset's __getitem__ returns (is its return missing?) can't be joined to a batch: return tensors, "
+        "numbers, or tuples and dicts of them, or give the DataLoader a collate_fn",
     ),
     (
-        "Found no NVIDIA driver",
-        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+        "stack expects each tensor to be equal size",
+        "the samples of a batch differ in size: bring them to one size in the dataset, or pad them in the loader's collate_fn "
+        "(torch.nn.utils.rnn.pad_sequence)",
     ),
+    *((sign, _CUDA) for sign in ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "_cuda_setDevice")),
+    *((sign, _CHECKPOINT) for sign in ("Is a directory: ", 'in state_dict: "values"', 'in state_dict: "schema"')),
     (
         "object of type 'generator' has no len()",
         "the number of batches and of samples is that of the plain loader: len(val_loader)",
@@ -96,6 +111,7 @@ _PREPARE = (
 _NOT_STEPS = (list, tuple, dict)
 
 
+_IMPORT = re.compile(r"cannot import name '(\w+)' from 'evenload'|No module named 'evenload\.(\w+)")
 _ATTRIBUTE_CALL = re.compile(r"\brun\.(is_main|rank|world_size|device)\(")
 _SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no setter")
 _COMPUTE = str(Path("evenload", "training", "compute"))
@@ -131,6 +147,11 @@ def hint_for(error: BaseException) -> str:
                 f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
                 "the DataLoader before run.prepare"
             )
+    if isinstance(error, EOFError) or type(error).__name__ == "BdbQuit":
+        return _TERMINAL
+    if isinstance(error, ImportError) and (found := _IMPORT.search(text)):
+        hint = describe_unknown(found[1] or found[2], (), MODULE_ELSEWHERE)
+        return f"write import evenload{'; ' + hint if hint else ', whose names are init, spawn, place, load_checkpoint, ...'}"
     if isinstance(error, KeyError) and text in _RANK_VARIABLES:
         return _KNOWN_RANK
     if isinstance(error, TypeError) and (hint := _hint_for_type(error, text)):
@@ -149,5 +170,11 @@ def _hint_for_type(error: TypeError, text: str) -> str:
         return f"run.{found[1]} is a value: write it without ()"
     if "context manager protocol" in text and "main_first" in _last_line(error):
         return "write with run.main_first(): with ()"
+    if "'tuple' object is not callable" in text or (
+        "is not iterable" in text and _last_line(error).startswith("for step")
+    ):
+        return _PREPARE
+    if "is not iterable" in text and "param_groups = list(params)" in _last_line(error):
+        return "an optimizer takes parameters: torch.optim.AdamW(model.parameters(), lr=...)"
     is_signature = "positional argument" in text or "must be Tensor, not" in text
     return _LOSS_FN if is_signature and _is_call_of_loss_fn(error) else ""
