@@ -196,6 +196,20 @@ def test_a_metric_in_place_of_the_weight(init: Any, metric: Any) -> None:
     assert len(caught) == 1
 
 
+def test_a_metric_logged_in_loss_fn(init: Any) -> None:
+    job = Job(init())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        loss = job.loss(batch)
+        job.run.log({"loss": loss.detach()})
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("once")
+        job.train(loss_fn)
+    assert any("log step.metrics" in str(one.message) and one.filename == __file__ for one in caught)
+
+
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a bucket": ({"project_dir": "s3://bucket/run"}, "a folder of this machine"),
     "a folder in a file": ({"project_dir": "/proc/x"}, "set project_dir to a writable folder"),
