@@ -371,8 +371,9 @@ def _all_told(run: Any, folder: str) -> list[str]:
     for index, (body, _) in enumerate(RANKS.values()):
         one = evenload.init(project_dir=f"{folder}/{index}", timeout_s=20.0)
         try:
-            told.append(str(body(one)))
+            returned = str(body(one))
             one.close()
+            told.append(returned)
         except EvenloadError as error:
             told.append(str(error))
             with contextlib.suppress(EvenloadError):

@@ -43,7 +43,7 @@ class LabelWatch:
             self._left -= 1
             if weight is not None:
                 number = float(weight)
-                if not 0 < number < 1 and number != float(loss):
+                if not 0 < number < 1 and number != float(loss.detach()):
                     return
                 message = (
                     f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "
