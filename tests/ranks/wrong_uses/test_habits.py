@@ -93,6 +93,12 @@ def _keep_tuple(job: Job) -> None:
     job.train(lambda batch: functional.mse_loss(model(batch[0]), batch[1]))
 
 
+def _close_in_the_loop(job: Job) -> None:
+    for step in job.loader:
+        job.run.close()
+        step.backward(job.loss)
+
+
 def _whole_checkpoint(job: Job) -> None:
     job.run.resume(model=job.model, optimizer=job.optimizer)
     job.train()
@@ -147,6 +153,7 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
     "(loss, a, b)": (lambda job: _returning(job, lambda loss, out: (loss, 1, 2)), "a dict with 'loss' and metrics"),
     "a copy in loss_fn": (_copied, "Use the model that run.prepare returned"),
     "loader, model = prepare(model, loader)": (_iterate_model, "in the same order: model, loader = run.prepare"),
+    "run.close() in the loop": (_close_in_the_loop, "the run is over; close it last"),
     "model = prepare(model, loader)": (_keep_tuple, "in the same order: model, loader = run.prepare"),
     "SGD(model)": (lambda job: torch.optim.SGD(job.model, lr=0.1), "model.parameters()"),
     "any('False')": (lambda job: job.run.any("False"), "pass True, False or a comparison"),
@@ -353,6 +360,11 @@ def _prepares_on_main(run: Any) -> None:
     run.barrier()
 
 
+def _reduces_in_loss_fn(run: Any) -> None:
+    job = Job(run)
+    job.train(lambda batch: job.loss(batch) + run.reduce(0.0))
+
+
 RANKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "x[rank::world_size]": (_shard_of_a_tensor, "the dataset holds different values"),
     "array[rank::world_size]": (_shard_of_an_array, "the dataset holds different values"),
@@ -361,6 +373,7 @@ RANKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the same files in another folder": (_same_files_elsewhere, "prepared"),
     "more epochs on one rank": (_unequal_epochs, "has a shorter loop than the others"),
     "run.batches on one rank": (_evaluates_on_main, "All ranks must call run.batches"),
+    "run.reduce in loss_fn": (_reduces_in_loss_fn, "call it in the loop body, after step.backward(loss_fn)"),
     "run.prepare on one rank": (_prepares_on_main, "All ranks must call run.barrier and run.prepare"),
 }
 

@@ -97,7 +97,7 @@ def read_result(returned: Any, *, on_device: bool = False) -> LossResult:
         return LossResult(loss, None if weight is None else _weight(weight, loss, on_device), metrics)
     missing = " (is its return statement missing?)" if returned is None else ""
     raise StepError(
-        f"loss_fn returned {_kind(returned)}{missing}; return a loss, (loss, weight), or a dict with 'loss'"
+        f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'{missing}"
     )
 
 

@@ -34,7 +34,7 @@ _MP_SPAWN = (
     'plain python, write evenload.spawn(train, devices="cpu:2") in its place'
 )
 _CUDA = (
-    "leave .cuda(), .to('cuda') and torch.cuda.set_device out: run.prepare moves the model, and in loss_fn the batch is on "
+    "leave .cuda() out, and .to('cuda') and torch.cuda.set_device: run.prepare moves the model, and in loss_fn the batch is on "
     "run.device already"
 )
 _CHECKPOINT = (

@@ -9,6 +9,7 @@ import torch
 
 from evenload.errors import DivergenceError, StepError
 from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
+from evenload.training.comm.control import Operation
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
@@ -227,6 +228,7 @@ class StepLoop:
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
         if self.step is not step:
+            self.engine.control.check_open(Operation.BEGIN)
             raise step_is_over()
         if self.in_backward:
             raise StepError(

@@ -14,10 +14,22 @@ def not_a_batch() -> StepError:
     )
 
 
-def step_is_over() -> StepError:
+def step_is_over(*, closed: bool) -> StepError:
+    if closed:
+        return StepError(
+            "step.backward was called after run.close(): the run is over; close it after the loop, or leave it out"
+        )
     return StepError(
         "this step is over; call step.backward inside the loop body of its own step. A list of steps and itertools.cycle(loader) "
         "keep old ones: loop over the epochs, and in each `for step in loader:`"
+    )
+
+
+def inside_loss_fn(what: str) -> StepError:
+    return StepError(
+        f"{what} was called inside loss_fn, which runs once for each micro-batch, and again if a step is redone; call it in the "
+        "loop body, after step.backward(loss_fn). For averages over the global batch return the values with the loss: "
+        "return {'loss': loss, 'accuracy': accuracy}, which become step.metrics"
     )
 
 
