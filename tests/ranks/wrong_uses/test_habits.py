@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 import evenload
 from evenload.errors import ConfigError, EvenloadError
@@ -137,6 +137,12 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
         lambda job: len(job.run.prepare(DataLoader(Endless(), 16))),
         "add a __len__ (the number of samples)",
     ),
+    "DataLoader(sampler=BatchSampler)": (
+        lambda job: job.run.prepare(DataLoader(job.data, 16, sampler=BatchSampler(range(64), 16, False))),
+        "give it as batch_sampler=",
+    ),
+    "model.compile(optimizer=)": (lambda job: job.model.compile(optimizer="adam"), "there is no trainer"),
+    "data_parallel(model)": (lambda job: evenload.data_parallel(job.model), "init(strategy='dp')"),  # type: ignore[call-arg]
     "a dict as dataset": (lambda job: _train_with(job, {"x": 1}), "a list of samples is one"),
     "a path as dataset": (lambda job: _train_with(job, "data/train"), "a list of samples is one"),
     "a generator as dataset": (lambda job: _train_with(job, (i for i in range(8))), "a list of samples is one"),

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from evenload.errors import DataError, PeerLostError
+from evenload.errors import DataError, PeerLostError, RankFailedError
 from evenload.testing.ranks import run_ranks
 from evenload.training.launch.failure import (
     FailureReport,
@@ -89,6 +89,13 @@ def test_causes_are_cut_too_and_kept():
     text = user_traceback(_caught(chained))
     assert "direct cause" not in text and text.count("Traceback") == 1 and 'ranks.py", line' not in text
     assert re.search(r"caused by \w+: .*test_failure.py:\d+, in _misuse\)$", text.strip())
+
+
+def test_a_failed_rank_is_told_by_its_own_traceback_alone():
+    def spawned():
+        raise RankFailedError("rank 0 failed: KeyError: 'x'\nTraceback (most recent call last):\n  ...")
+
+    assert describe_error(_caught(spawned), 0, None).text().count("Traceback") == 1
 
 
 def test_consequences():

@@ -6,7 +6,15 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    Sampler,
+)
 
 from evenload.errors import ConfigError, DataError
 
@@ -163,6 +171,11 @@ def _check_map(loader: DataLoader[Any]) -> None:
         raise DataError(
             f"the dataset, {type(loader.dataset).__qualname__}, {'is no dataset' if is_odd else 'has no __getitem__'}: give the "
             "DataLoader an object with __getitem__(index) and __len__ (a list of samples is one), or an IterableDataset"
+        )
+    if isinstance(loader.sampler, BatchSampler) and has_plain_batches(loader):
+        raise DataError(
+            "the loader has a sampler that yields batches, of which it would make batches: give it as batch_sampler=, without "
+            "batch_size, shuffle and drop_last"
         )
     if isinstance(loader.dataset, Sized) and len(loader.dataset) == 0:
         raise DataError(f"the dataset, {type(loader.dataset).__qualname__}, is empty; give at least one sample")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.atomic_file import write_atomically
-from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
+from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
 from evenload.training.launch.hints import hint_for
 
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
@@ -123,6 +123,7 @@ def user_traceback(error: BaseException) -> str:
     error_traceback.__cause__ = error_traceback.__context__ = None
     _keep_users_frames(error_traceback)
     is_alone = isinstance(error, EvenloadError) and not error_traceback.stack
+    is_alone = is_alone or isinstance(error, RankFailedError)  # its message has the traceback of the rank
     own = "" if is_alone else "".join(error_traceback.format())
     return own + "".join(f"caused by {_first_line(earlier)}{_place(earlier)}\n" for earlier in earlier_errors(error))
 

@@ -93,6 +93,15 @@ _MESSAGES = (
     ),
     *((sign, _DTYPE) for sign in ("have the same dtype", "expected scalar type", "should be the same")),
     ("initialize the default process group twice", _GROUPS),
+    (
+        "compile() got an unexpected keyword argument",
+        "torch's model.compile() takes neither optimizer nor loss: there is no trainer, the loop and the optimizer stay in your "
+        "script",
+    ),
+    (
+        "data_parallel() missing",
+        "evenload.data_parallel(model, inputs) computes outputs on several devices; to train on them set init(strategy='dp')",
+    ),
     ("-- Process ", _MP_SPAWN),
     ("terminated with exit code", _MP_SPAWN),
     ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
@@ -176,5 +185,9 @@ def _hint_for_type(error: TypeError, text: str) -> str:
         return _PREPARE
     if "is not iterable" in text and "param_groups = list(params)" in _last_line(error):
         return "an optimizer takes parameters: torch.optim.AdamW(model.parameters(), lr=...)"
+    if "positional argument" in text and _last_line(error) == "result = fn(*args)":
+        return (
+            "give evenload.spawn the function's arguments, args=(1e-3,); a rank's number is no argument, but run.rank"
+        )
     is_signature = "positional argument" in text or "must be Tensor, not" in text
     return _LOSS_FN if is_signature and _is_call_of_loss_fn(error) else ""
