@@ -66,7 +66,7 @@ _MESSAGES = (
         "(torch.nn.utils.rnn.pad_sequence)",
     ),
     *((sign, _CUDA) for sign in ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "_cuda_setDevice")),
-    *((sign, _CHECKPOINT) for sign in ("Is a directory: ", 'in state_dict: "values"', 'in state_dict: "schema"')),
+    *((sign, _CHECKPOINT) for sign in ("checkpoints/step-", 'in state_dict: "values"', 'in state_dict: "schema"')),
     (
         "object of type 'generator' has no len()",
         "the number of batches and of samples is that of the plain loader: len(val_loader)",
@@ -91,7 +91,10 @@ _MESSAGES = (
         "a scheduler counts its own calls of scheduler.step(): called once in each step, OneCycleLR needs "
         "total_steps=epochs * len(loader), where len(loader) counts global batches",
     ),
-    *((sign, _DTYPE) for sign in ("have the same dtype", "expected scalar type", "should be the same")),
+    *(
+        (sign, _DTYPE)
+        for sign in ("have the same dtype", "expected scalar type", "and bias type (", "and weight type (")
+    ),
     ("initialize the default process group twice", _GROUPS),
     (
         "compile() got an unexpected keyword argument",
@@ -156,7 +159,7 @@ def hint_for(error: BaseException) -> str:
                 f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
                 "the DataLoader before run.prepare"
             )
-    if isinstance(error, EOFError) or type(error).__name__ == "BdbQuit":
+    if text == "EOF when reading a line" or type(error).__name__ == "BdbQuit":
         return _TERMINAL
     if isinstance(error, ImportError) and (found := _IMPORT.search(text)):
         hint = describe_unknown(found[1] or found[2], (), MODULE_ELSEWHERE)
@@ -179,7 +182,7 @@ def _hint_for_type(error: TypeError, text: str) -> str:
         return f"run.{found[1]} is a value: write it without ()"
     if "context manager protocol" in text and "main_first" in _last_line(error):
         return "write with run.main_first(): with ()"
-    if "'tuple' object is not callable" in text or (
+    if ("'tuple' object is not callable" in text and "model(" in _last_line(error)) or (
         "is not iterable" in text and _last_line(error).startswith("for step")
     ):
         return _PREPARE
