@@ -14,11 +14,7 @@ def not_a_batch() -> StepError:
     )
 
 
-def step_is_over(*, closed: bool) -> StepError:
-    if closed:
-        return StepError(
-            "step.backward was called after run.close(): the run is over; close it after the loop, or leave it out"
-        )
+def step_is_over() -> StepError:
     return StepError(
         "this step is over; call step.backward inside the loop body of its own step. A list of steps and itertools.cycle(loader) "
         "keep old ones: loop over the epochs, and in each `for step in loader:`"
