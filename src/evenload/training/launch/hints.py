@@ -152,8 +152,8 @@ def hint_for(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, AttributeError):
         for kind, names in (("named_parameters", MODEL_ELSEWHERE), ("param_groups", OPTIMIZER_ELSEWHERE)):
-            if hasattr(error.obj, kind) and error.name in names:
-                return names[error.name]
+            if hasattr(error.obj, kind) and (error.name or "") in names:
+                return names[error.name or ""]
         if found := _SETTER.search(text):
             return (
                 f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
