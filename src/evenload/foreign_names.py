@@ -47,7 +47,7 @@ SETTINGS_ELSEWHERE: Mapping[str, str] = _by_name(
     ),
     (
         "device devices gpus num_gpus gpu gpu_ids accelerator cpu use_cpu no_cuda multi_gpu device_placement num_processes "
-        "nproc_per_node world_size rank local_rank nprocs",
+        "nproc_per_node world_size rank local_rank nprocs n np",
         _DEVICES,
     ),
     ("num_nodes nnodes num_machines", "write evenload run --nodes 2 --host HOST train.py"),
@@ -168,7 +168,7 @@ RUN_ELSEWHERE: Mapping[str, str] = _by_name(
 
 STEP_ELSEWHERE: Mapping[str, str] = _by_name(
     (
-        "data inputs x y labels samples to cuda keys items values size shape get pop unsqueeze view float",
+        "batch data inputs x y labels samples to cuda keys items values size shape get pop unsqueeze view float",
         "the batch arrives in loss_fn, already on the device: step.backward(loss_fn), where loss_fn(batch) "
         "returns the loss",
     ),
@@ -177,6 +177,34 @@ STEP_ELSEWHERE: Mapping[str, str] = _by_name(
     ("accumulate no_sync", _BATCH),
 )
 """Attributes that a user of plain batches or of a trainer expects on a step."""
+
+MODEL_ELSEWHERE: Mapping[str, str] = _by_name(
+    ("module", "the model stays your own object and is never wrapped: leave .module out"),
+    (
+        "no_sync accumulate set_requires_gradient_sync require_backward_grad_sync set_is_last_backward",
+        f"the model is never wrapped, and gradients are summed once in a step: leave it out. {_BATCH[0].upper()}{_BATCH[1:]}",
+    ),
+    ("join", "leave it out: every rank takes part in every step, whatever its share"),
+    ("backward", _BACKWARD),
+    ("step zero_grad_ optimizer_step", "write optimizer.step(); optimizer.zero_grad(), with your own optimizer"),
+    ("clip_grad_norm_ clip_grad_value_ clip_gradients", _CLIP),
+    ("save_checkpoint save save_weights", _SAVE),
+    ("load_checkpoint load_weights load", _RESUME),
+    (
+        "fit compile_model train_on_batch train_batch evaluate predict trainer fit_generator",
+        "there is no trainer: the loop, the epochs and the optimizer stay in your script",
+    ),
+    ("local_rank global_rank rank world_size device", "write run.rank, run.world_size, run.device"),
+)
+"""Attributes that DistributedDataParallel, FSDP, DeepSpeed's engine or Keras add to a model."""
+
+OPTIMIZER_ELSEWHERE: Mapping[str, str] = _by_name(
+    ("backward", _BACKWARD),
+    ("synchronize skip_synchronize consolidate_state_dict", "leave it out: step.backward sums the gradients"),
+    ("clip_master_grads clip_grad_norm clip_grad_norm_", _CLIP),
+    ("optimizer", "leave .optimizer out: the optimizer stays your own object and is never wrapped"),
+)
+"""Attributes that other libraries add to an optimizer."""
 
 LOADER_ELSEWHERE: Mapping[str, str] = _by_name(
     ("sampler batch_sampler set_epoch", _EPOCH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -77,7 +78,11 @@ def _check_flag(value: Any) -> bool:
 def check_folder(value: Any) -> str:
     if not isinstance(value, str | PathLike) or not str(value):
         raise ValueError("expected a folder")
-    return str(value)
+    if "://" in str(value):
+        raise ValueError(
+            "expected a folder of this machine, or a mounted one; copy the run folder to a remote store afterwards"
+        )
+    return str(Path(value).expanduser())
 
 
 def check_balance(value: Any) -> Any:

@@ -54,7 +54,7 @@ def _spell(function: Callable[..., object]) -> str:
 def unknown_attribute(owner: object, name: str, elsewhere: Mapping[str, str]) -> UnknownNameError:
     """Return the error for an attribute that `owner` does not have, with what to write instead (foreign_names.py)."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_"):
+    if not name.startswith("_") or name in elsewhere:
         known = [known for known in dir(type(owner)) if not known.startswith("_")]
         hint = describe_unknown(name, known, elsewhere)
         message += f"; {hint}" if hint else f"; it has {', '.join(known)}"

@@ -67,7 +67,8 @@ class LazyGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] in ("-d", "-m", "-c", "--devices", "--nproc-per-node", "--nproc_per_node"):
-            raise ConfigError(f"{args[0]} belongs after a command; write: evenload run {' '.join(args)}")
+            rest = [word for word in args if word not in COMMANDS]
+            raise ConfigError(f"{args[0]} belongs after a command; write: evenload run {' '.join(rest)}")
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -139,7 +139,7 @@ def _launch(
     check_loggers(settings.get("loggers", tuple(options)), options)  # the script may name the loggers
     request = LaunchRequest(
         arguments=target,
-        devices=values.get("devices") or default_devices(),
+        devices=values["devices"] if "devices" in values else default_devices(),
         settings=settings,
         throttle=parse_throttle(values["throttle"]) if "throttle" in values else (),
         port=values.get("port", 0) if rendezvous is None else 0,

@@ -161,7 +161,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"-c {path}: the file can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"-c {path}: invalid TOML: {error}") from None
+        raise ConfigError(f'-c {path}: invalid TOML: {error}; settings are lines such as precision = "bf16"') from None
     known = {*SETTINGS, *LAUNCH_KEYS}
     for name, value in table.items():
         if name not in known:

@@ -122,6 +122,10 @@ def submit(
 ) -> None:
     """Submit a command or a job file; print its job number and how to watch it."""
     command = list(arguments or ())
+    if command and command[0].endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(
+            f"{command[0]}: job files are TOML, such as job.toml with the lines command = 'evenload run train.py' and devices = 2"
+        )
     path = Path(command.pop(0)) if command and command[0].endswith(".toml") else None
     given: dict[str, tuple[Any, str]] = {}
     for key in KEYS:

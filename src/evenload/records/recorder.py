@@ -13,6 +13,7 @@ from typing import Any
 from evenload.errors import ConfigError, StepError
 from evenload.records import lines
 from evenload.records.console import ProgressLines
+from evenload.records.folder_lock import lock_folder
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
 from evenload.records.media import kind_of, write_media
@@ -47,6 +48,8 @@ class Recorder:
         logger_options: Mapping[str, Mapping[str, Any]] | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
         job: str | None = None,
+        *,
+        takes_over: bool = False,
     ) -> None:
         check_loggers(loggers, logger_options)
         self._folder = folder
@@ -62,12 +65,14 @@ class Recorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as opened:  # on failure nothing stays open
+                if not takes_over:  # from a process that may hang, with the lock
+                    opened.enter_context(lock_folder(folder))
                 self._events = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.EVENTS_FILE)))
                 self._steps = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.STEPS_FILE)))
                 self._logger_threads = start_logger_threads(
                     loggers, folder, logger_options or {}, hyperparameters or {}, self._logger_event
                 )
-                opened.pop_all()
+                self._opened = opened.pop_all()
         except OSError as error:
             raise ConfigError(
                 f"the run folder {folder} is not writable ({error}); set project_dir to a writable folder"
@@ -163,8 +168,7 @@ class Recorder:
             self._closed = True
             if self._console is not None:
                 _print(self._console.finish())
-            self._events.close()
-            self._steps.close()
+            self._opened.close()
 
     def _logger_event(self, logger: str, message: str) -> None:
         self.event("logger", message, logger=logger)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -24,6 +23,7 @@ from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.launch import worker
+from evenload.training.launch.child_process import check_process
 from evenload.training.launch.uncaught import reports_uncaught
 from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
@@ -32,6 +32,7 @@ from evenload.training.session.state import Saver
 from evenload.training.session.trackers import open_tracker
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
+from evenload.training.step.wrong_loops import inside_loss_fn
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 _open: Run | None = None
@@ -79,12 +80,8 @@ def init(
         LaunchError: the other ranks can't be reached.
     """
     global _open
-    if worker.progress.reading or getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A spawned process imports the script before it does its work.
-        raise ConfigError(
-            "evenload.init was called while a new process (a DataLoader worker?) imports the script; put the training under "
-            "`if __name__ == '__main__':`"
-        )
+    if not dist.is_initialized():
+        check_process()
     script = {key: value for key, value in locals().items() if value is not None}
     if _open is not None:
         raise ConfigError(
@@ -148,6 +145,7 @@ class Run:
         """
         if not objects:
             raise ConfigError("run.prepare received nothing; write: model, loader = run.prepare(model, loader)")
+        self._refuse_in_loss_fn("run.prepare")
         prepared = [self._session.prepare(value) for value in objects]
         self._session.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -216,6 +214,7 @@ class Run:
 
         Sum over the samples and call `reduce`; a mean of means of unequal batches would be wrong.
         """
+        self._refuse_in_loss_fn("run.batches")
         return self._session.evaluate(loader)
 
     @shows_usage("run.log({'loss': loss, 'lr': lr}); the step is known")
@@ -248,6 +247,7 @@ class Run:
     @shows_usage("if run.any(flag): break")
     def any(self, flag: Any) -> bool:
         """Return whether the flag is true on any rank; the way to leave a loop together."""
+        self._refuse_in_loss_fn("run.any")
         return any(row[0] for row in self._context.control.exchange(Operation.ANY, [collect.flag_value(flag)]))
 
     @shows_usage("run.reduce(value), or with op='mean', 'min' or 'max'")
@@ -256,6 +256,7 @@ class Run:
 
         With a `group` (see `group`), over its ranks only; a rank outside receives its own value.
         """
+        self._refuse_in_loss_fn("run.reduce")
         if group is None:
             return collect.reduce_value(value, op, self._context.groups, self._context.control)
         subset = subset_of(group, self._context.groups)
@@ -279,11 +280,13 @@ class Run:
             ConfigError: the value can't be pickled.
             DesyncError: the ranks pass other keys or kinds, or tensors that differ beyond their first dimension.
         """
+        self._refuse_in_loss_fn("run.gather")
         return self._session.gather(value)
 
     @shows_usage("run.barrier()")
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+        self._refuse_in_loss_fn("run.barrier")
         with self._context.clock.segment("wait"):
             self._context.control.barrier(Operation.BARRIER)
 
@@ -326,6 +329,10 @@ class Run:
             ConfigError: the run has no such logger.
         """
         return open_tracker(name, self._context)
+
+    def _refuse_in_loss_fn(self, what: str) -> None:
+        if self._context.loop.in_backward and not self._context.control.is_alone:
+            raise inside_loss_fn(what)
 
     def close(self) -> None:
         """End the run: last checkpoint, records, workers, groups. Called automatically when the script ends."""

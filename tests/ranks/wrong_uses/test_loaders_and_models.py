@@ -118,7 +118,7 @@ def _fixed(run):
 
 def test_fixed_shares_that_are_not_the_batch_are_proportions(init, tmp_path):
     assert _fixed(init(balance=[20])) == (16,)
-    assert told_by_ranks(_fixed, tmp_path, balance=(3, 1)) == [(12, 4)] * 2
+    assert told_by_ranks(_fixed, tmp_path / "two", balance=(3, 1)) == [(12, 4)] * 2
 
 
 def _batch_of_one(run):

@@ -76,7 +76,7 @@ def distributed() -> Any:
         (lambda: DataLoader(Numbers(8), 4, num_workers=1, in_order=False), ConfigError, "has no effect"),
         (lambda: DataLoader(Numbers(8), 4, num_workers=1, prefetch_factor=0), ConfigError, "prefetch_factor=0"),
         (lambda: OwnLoop(Numbers(8), 4), DataError, "overrides __iter__"),
-        (lambda: DataLoader({1, 2}, 4, sampler=[0]), DataError, "has no __getitem__ and is not"),  # type: ignore[arg-type]
+        (lambda: DataLoader({1, 2}, 4, sampler=[0]), DataError, "has no __getitem__: give the"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_loaders_are_refused(loader: Any, error: type[Exception], match: str) -> None:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from evenload.errors import DataError, PeerLostError
+from evenload.errors import DataError, PeerLostError, RankFailedError
 from evenload.testing.ranks import run_ranks
 from evenload.training.launch.failure import (
     FailureReport,
@@ -38,6 +38,42 @@ def test_our_error_points_at_the_users_line():
     assert text.rstrip().endswith("expected at least 1")
 
 
+def test_of_an_error_in_the_users_code_only_his_frames_are_shown():
+    def called_back(*_):
+        raise KeyError("label")
+
+    text = user_traceback(_caught(lambda: describe_error(_Odd(called_back), 0, 0)))
+    assert "in called_back" in text and "in _caught" in text and "evenload/training" not in text
+
+
+class _Odd(Exception):
+    """Calls the user's code from Evenload's: its text is read there."""
+
+    def __init__(self, called_back):
+        self.called_back = called_back
+
+    def __str__(self):
+        return self.called_back()
+
+
+def test_an_error_in_a_process_of_mp_spawn_is_cut_like_others():
+    text = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/python/site-packages/torch/multiprocessing/spawn.py", line 87, in _wrap
+    fn(i, *args)
+  File "/home/me/train.py", line 9, in train
+    x = {}["label"]
+KeyError: 'label'
+"""
+    failure = describe_error(RuntimeError(text), 0, 0)
+    assert failure.kind == "KeyError" and failure.message.startswith(
+        "'label' (in process of torch.multiprocessing.spawn 1"
+    )
+    assert "train.py" in failure.traceback and "spawn.py" not in failure.traceback
+
+
 def test_of_another_error_the_last_of_our_frames_stays():
     text = user_traceback(_caught(_library))
     assert "in _library" in text and text.count("evenload/testing/ranks.py") == 1
@@ -53,6 +89,13 @@ def test_causes_are_cut_too_and_kept():
     text = user_traceback(_caught(chained))
     assert "direct cause" not in text and text.count("Traceback") == 1 and 'ranks.py", line' not in text
     assert re.search(r"caused by \w+: .*test_failure.py:\d+, in _misuse\)$", text.strip())
+
+
+def test_a_failed_rank_is_told_by_its_own_traceback_alone():
+    def spawned():
+        raise RankFailedError("rank 0 failed: KeyError: 'x'\nTraceback (most recent call last):\n  ...")
+
+    assert describe_error(_caught(spawned), 0, None).text().count("Traceback") == 1
 
 
 def test_consequences():

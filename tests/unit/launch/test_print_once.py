@@ -34,6 +34,7 @@ def raised_by(rank: int, error: Exception) -> None:
 def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "exit", sys.exit)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -59,10 +60,25 @@ def test_an_error_of_all_ranks_is_printed_once(
     assert capsys.readouterr().err.count("Traceback") == 1, "the next attempt prints it again"
 
 
+def test_a_text_of_sys_exit_is_printed_once(agent: TCPStore) -> None:
+    codes = []
+    for rank in (1, 0):
+        sys.excepthook = sys.__excepthook__
+        report_uncaught(2, rank)
+        with pytest.raises(SystemExit) as ended:
+            sys.exit("the data is missing")
+        codes.append(ended.value.code)
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(3)
+        assert ended.value.code == 3
+    assert codes == ["the data is missing", 1]
+
+
 def test_without_such_a_store_rank_0_prints_the_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     error: EvenloadError = StepError("write this")
     raised_by(0, error)

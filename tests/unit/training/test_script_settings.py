@@ -95,8 +95,9 @@ def _halves(step: int) -> float:
         (lambda optimizer: LambdaLR(optimizer, _halves), lambda optimizer: LambdaLR(optimizer, _halves)),
         (lambda optimizer: OneCycleLR(optimizer, 0.1, 8), lambda optimizer: OneCycleLR(optimizer, 0.3, 16)),
         (_warmup(8), _warmup(20)),
+        (lambda optimizer: StepLR(optimizer, 2, 0.5), lambda optimizer: CosineAnnealingLR(optimizer, 12)),
     ],
-    ids=["step", "milestones", "cosine", "lambda", "one cycle", "warm-up"],
+    ids=["step", "milestones", "cosine", "lambda", "one cycle", "warm-up", "another class"],
 )
 def test_the_schedule_is_that_of_the_new_script(job: Callable[..., Job], before: Make, after: Make) -> None:
     job(_sgd(0.1, momentum=0.9), before).train(6)

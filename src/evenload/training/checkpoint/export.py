@@ -23,6 +23,10 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
     Raises:
         ConfigError: The package safetensors is not installed, or the name is that of another format.
     """
+    if not isinstance(path, str | PathLike):
+        raise ConfigError(
+            f"run.export received a {type(path).__name__} as the path; write run.export('model.safetensors', model)"
+        )
     check_suffix(Path(path))
     with _replacing(Path(path)) as partial:
         if Path(path).suffix == ".safetensors":
@@ -71,10 +75,15 @@ def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: st
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which takes the place of `path` once it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    yield partial
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter
+        raise ConfigError(
+            f"the weights can't be written to {path}: {error}; give the path of a file, model.pt"
+        ) from error
 
 
 def _only_model(state: Mapping[str, Any]) -> str:

@@ -43,8 +43,9 @@ class Registry:
         """Register an object, twice without effect; CheckpointError if it has no state or the name is taken."""
         if not isinstance(value, Stateful):
             raise CheckpointError(
-                f"{name} is {value!r:.40}, which has no state_dict and load_state_dict; give such objects to run.resume, and "
-                f"numbers, text, lists and dicts to run.checkpoint(values={{{name!r}: {name}}})"
+                f"{name} is {_short(value)}, which has no state_dict and load_state_dict; give such objects to run.resume, each "
+                "by a name, and numbers, text, lists and dicts to run.checkpoint"
+                f"(values={{{name!r}: {name}}}); a loader's position is included anyway"
             )
         if self._objects.get(name, value) is not value:
             raise CheckpointError(f"two different objects are registered as {name!r}")
@@ -94,7 +95,10 @@ class Registry:
             try:
                 value.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint's {name} does not fit this script's; keep it as it was, or start anew with --fresh "
+                    f"(evenload run --fresh train.py) or another project_dir: {error}"
+                ) from error
 
     def send(
         self,
@@ -144,6 +148,10 @@ class Registry:
         self._load(state, self._objects.keys() - set(without))
         extra: dict[str, Any] = received["extra"]
         return extra
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def _receive(groups: Groups, tensor: torch.Tensor, source: int) -> None:

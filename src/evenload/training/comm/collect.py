@@ -24,7 +24,9 @@ _INTEGERS = (int, np.integer, np.bool_)
 
 
 def flag_value(flag: Any) -> float:
-    """Return 1 for what counts as true, else 0; ConfigError for several values."""
+    """Return 1 for what counts as true, else 0; ConfigError for several values, or a text."""
+    if isinstance(flag, str):
+        raise ConfigError(f"run.any({flag!r}): every text but '' counts as true; pass True, False or a comparison")
     try:
         return float(bool(flag))
     except (RuntimeError, ValueError):

@@ -79,7 +79,7 @@ _DOING = {
 
 _CALLED_BY_ALL = (
     *(Operation.CHECKPOINT, Operation.GATHER, Operation.REDUCE, Operation.ANY, Operation.BARRIER, Operation.GROUP),
-    *(Operation.RESUME, Operation.PREPARE),
+    *(Operation.RESUME, Operation.PREPARE, Operation.EVALUATE),
 )
 """Operations that a script may call on one rank by mistake."""
 
@@ -263,8 +263,13 @@ def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
         f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))} {doing}"
         for doing, ranks in places.items()
     )
-    called = [_DOING[operation].removeprefix("calls ") for operation in _CALLED_BY_ALL if operation in operations]
-    every = f" All ranks must call {called[0]}: not under `if run.is_main:`." if called else ""
+    called = [_DOING[operation].partition(" ")[2] for operation in _CALLED_BY_ALL if operation in operations]
+    every = f" All ranks must call {' and '.join(called)}: not under `if run.is_main:`." if called else ""
+    if Operation.CLOSE in operations and not called:
+        every = (
+            " A rank whose script has ended has a shorter loop than the others: another number of epochs (range), or a break, "
+            "return or sys.exit() under a condition of its own (time, run.rank, its own loss). Give all ranks the same loop."
+        )
     return (
         f"the ranks do different things: {who}.{every} All ranks must leave a loop together: "
         "make one rank's decision everybody's with `if run.any(flag): break`"

@@ -340,11 +340,11 @@ class Groups:
                 )
                 self._made = True
             except (RuntimeError, ValueError) as error:
-                taken = "; another program listens there: set MASTER_PORT to a free port on all ranks"
-                raise LaunchError(
-                    f"rank {rank} could not join the other {world_size - 1} ranks at {membership.store}: {error}"
-                    + (taken if "EADDRINUSE" in str(error) else "")
-                ) from error
+                why = "every rank must call evenload.init, within timeout_s"
+                if "EADDRINUSE" in str(error):
+                    why = "another program listens there: set MASTER_PORT to a free port on all ranks"
+                where = f"the other {world_size - 1} ranks at {membership.store}"
+                raise LaunchError(f"rank {rank} could not join {where}: {error}; {why}") from error
         control = self._make_group(everyone, "gloo")
         assert control is not None  # every rank is in it
         gather = self._gather_in(control)

@@ -1,4 +1,4 @@
-"""Warn once if a loss without weight is no mean over samples: a sum, or a mean over other units."""
+"""Warn once if a loss without weight is no mean over samples (a sum, or a mean over other units), or a weight no count."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class LabelWatch:
         self._left = 3
         self._lock = threading.Lock()
 
-    def check(self, data: Any, loss: torch.Tensor) -> None:
-        """Check the data and the loss of a micro-batch whose loss came without weight."""
+    def check(self, data: Any, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+        """Check the data, the loss and its weight, if it came with one, of a micro-batch."""
         if not self._left:
             return
         with self._lock:  # replicas check concurrently
             if not self._left:
                 return
             self._left -= 1
-            if message := describe_unweighted(data, loss):
+            if message := describe_unweighted(data, loss) if weight is None else describe_weight(loss, weight):
                 self._left = 0
         if message:
             warn_once(message)
@@ -66,6 +66,18 @@ def describe_unweighted(data: Any, loss: torch.Tensor) -> str:
             "Return a mean over samples: reduction='mean', or loss.sum() / len(labels)"
         )
     return ""
+
+
+def describe_weight(loss: torch.Tensor, weight: torch.Tensor | float) -> str:
+    """Return why a weight counts no units of the loss, and what to return; empty if nothing shows it."""
+    number = float(weight)
+    if not 0 < number < 1 and number != float(loss.detach()):
+        return ""
+    return (
+        f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "
+        "loss is a mean over (samples, tokens, pixels), and weights it. Return a metric by name: "
+        "return {'loss': loss, 'accuracy': accuracy}; it is averaged into step.metrics"
+    )
 
 
 def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:

@@ -34,8 +34,8 @@ class StepContext:
     seed: int
     statistics: batchnorm.Statistics
     precision: Precision
-    check_unweighted: Callable[[Any, torch.Tensor], None]
-    """Called with the data and the loss of a micro-batch whose loss came without weight."""
+    check_weight: Callable[[Any, torch.Tensor, torch.Tensor | float | None], None]
+    """Called with the data, the loss and the weight, if there is one, of a micro-batch."""
     other_gpus: tuple[torch.device, ...] = ()
     """Further GPUs of a model that lies on several."""
     computes_idle: bool = True
@@ -96,8 +96,8 @@ def run_micro_steps(
         with torch.enable_grad():
             with context.precision.autocast():
                 result = read_result(loss_fn(micro.data), on_device=sums.on_device)
-            if result.weight is None and not micro.idle:
-                context.check_unweighted(micro.data, result.loss)
+            if not micro.idle:
+                context.check_weight(micro.data, result.loss, result.weight)
             weight: torch.Tensor | float = 0.0
             if not micro.idle:
                 weight = float(micro.num_samples) if result.weight is None else result.weight

@@ -45,6 +45,11 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
         raise ConfigError(
             f"count_tokens received a {type(labels).__name__}: expected the tensor of labels, batch['labels']"
         )
+    if labels.is_floating_point():
+        raise ConfigError(
+            f"count_tokens received a tensor of {labels.dtype}: expected integer labels, of which it counts those that are not "
+            "-100; of other losses return the number of samples or pixels as weight"
+        )
     if shift:
         labels = labels[..., 1:]
     return (labels != IGNORED_LABEL).sum()
@@ -63,7 +68,7 @@ def read_result(returned: Any, *, on_device: bool = False) -> LossResult:
     if isinstance(returned, tuple) and not hasattr(returned, "_fields"):
         if len(returned) != 2:
             raise StepError(
-                f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss'"
+                f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss' and metrics"
             )
         loss = _scalar_loss(returned[0])
         return LossResult(loss, _weight(returned[1], loss, on_device))
@@ -90,7 +95,10 @@ def read_result(returned: Any, *, on_device: bool = False) -> LossResult:
                 )
         loss = _scalar_loss(returned["loss"])
         return LossResult(loss, None if weight is None else _weight(weight, loss, on_device), metrics)
-    raise StepError(f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'")
+    missing = " (is its return statement missing?)" if returned is None else ""
+    raise StepError(
+        f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'{missing}"
+    )
 
 
 def nominal_units(num_samples: int, weighted: bool, last_units: float | None) -> float:
@@ -134,7 +142,10 @@ def _scalar_loss(loss: Any) -> torch.Tensor:
 def _weight(weight: Any, loss: torch.Tensor, on_device: bool) -> float | torch.Tensor:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
-            raise StepError(f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean")
+            raise StepError(
+                f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean. (Of (loss, outputs) "
+                "return the loss alone; of metrics a dict: {'loss': loss, 'accuracy': accuracy})"
+            )
         if on_device and weight.device == loss.device and weight.dtype != torch.bool and not weight.is_complex():
             return weight.detach().reshape(()).double()
         weight = weight.item()

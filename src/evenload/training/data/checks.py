@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    Sampler,
+)
 
 from evenload.errors import ConfigError, DataError
 
@@ -158,9 +166,16 @@ def _check_map(loader: DataLoader[Any]) -> None:
         raise DataError(
             "DataLoader(batch_size=None) has no batches to split over ranks; set batch_size to the global batch"
         )
-    if not hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__getitems__"):
+    is_odd = isinstance(loader.dataset, str | bytes | Mapping)
+    if is_odd or (not hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__getitems__")):
         raise DataError(
-            f"the dataset, {type(loader.dataset).__qualname__}, has no __getitem__ and is not an IterableDataset"
+            f"the dataset, {type(loader.dataset).__qualname__}, {'is no dataset' if is_odd else 'has no __getitem__'}: give the "
+            "DataLoader an object with __getitem__(index) and __len__ (a list of samples is one), or an IterableDataset"
+        )
+    if isinstance(loader.sampler, BatchSampler) and has_plain_batches(loader):
+        raise DataError(
+            "the loader has a sampler that yields batches, of which it would make batches: give it as batch_sampler=, without "
+            "batch_size, shuffle and drop_last"
         )
     if isinstance(loader.dataset, Sized) and len(loader.dataset) == 0:
         raise DataError(f"the dataset, {type(loader.dataset).__qualname__}, is empty; give at least one sample")

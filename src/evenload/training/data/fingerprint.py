@@ -3,16 +3,18 @@
 A rank takes its part of each global batch from its own copy of the dataset, so the copies must be the same. Their lengths
 are not enough: a split drawn before `evenload.init`, from generators that differ between processes, has the same length on
 every rank, and so do shards of equal size. The numbers cover lengths, the sampler, the indices of subsets and samplers, and
-the ends of arrays that the dataset holds. No sample is read: that might open files before the workers start.
+the ends of arrays and lists of samples that the dataset holds. No sample is read: that might open files before the workers start.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import astuple, dataclass, fields
+from os import PathLike
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ _END_VALUES = 1 << 17
 """Values compared at the beginning and at the end of each array."""
 _SAME_FLOATS = 1e-3
 """Relative tolerance of the norm: unlike machines round differently when they normalise data."""
+_END_ITEMS = 1000
+"""Entries compared at the beginning and at the end of a list of samples."""
+_NUM_PARTS = 8
+"""Parts of an entry, or values of its tensors, that are compared."""
 _MAX_LISTED = 8
 _SIZES = ("num_samples", "batch_size")
 _SHAPES = ("num_steps", "num_keys", "kinds")
@@ -143,15 +149,19 @@ def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
     projection = norm = 0.0
     for part in parts:
         values = part.tensors if isinstance(part, TensorDataset) else list(getattr(part, "__dict__", {}).values())
-        for value in values:
+        for value in (*values, part):
+            if type(value) in (list, tuple) and len(value) == _length(part):
+                plain, floats = _entries([*value[:_END_ITEMS], *value[-_END_ITEMS:]])
+                exact = zlib.crc32(repr(plain).encode(), exact)
+                projection += float(floats @ _signs()[: len(floats)])
+                norm += float(floats.norm())
             tensor = _as_tensor(value)
             if tensor is None:
                 continue
             exact = zlib.crc32(repr((tuple(value.shape), str(tensor.dtype))).encode(), exact)
-            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
+            if tensor.device.type != "cpu" or tensor.is_complex():
                 continue
-            flat = tensor.detach().reshape(-1)
-            ends = flat if flat.numel() <= 2 * _END_VALUES else torch.cat([flat[:_END_VALUES], flat[-_END_VALUES:]])
+            ends = _ends(tensor.detach())
             if tensor.is_floating_point():
                 wide = ends.double().nan_to_num(0.0, 0.0, 0.0)
                 projection += float(wide @ _signs()[: wide.numel()])
@@ -168,22 +178,46 @@ def _signs() -> torch.Tensor:
     return bits.double() * 2 - 1
 
 
+def _ends(values: Any) -> Any:
+    """Return the first and last values of a tensor or array, flat; of a view that is not contiguous whole rows."""
+    num_rows = _END_VALUES
+    if len(values.shape) > 1:
+        num_rows = max(1, _END_VALUES // max(1, math.prod(values.shape[1:])))
+    elif not values.shape:
+        return values.reshape(-1)
+    if len(values) <= 2 * num_rows:
+        return values.reshape(-1)
+    join = torch.cat if isinstance(values, torch.Tensor) else sys.modules["numpy"].concatenate
+    return join([values[:num_rows].reshape(-1), values[-num_rows:].reshape(-1)])
+
+
+def _entries(samples: Sequence[Any]) -> tuple[list[Any], torch.Tensor]:
+    """Return what identifies entries of a list of samples: integers and names of files, and the first floats of tensors."""
+    plain: list[Any] = []
+    floats: list[float] = []
+    waiting = list(samples)
+    for sample in waiting:  # grows
+        if isinstance(sample, str | PathLike):
+            plain.append(str(sample).rpartition("/")[2])  # the folder may differ between machines
+        elif type(sample) in (list, tuple):
+            waiting += sample[:_NUM_PARTS]
+        elif isinstance(sample, int):
+            plain.append(sample)
+        elif type(sample) is torch.Tensor and sample.device.type == "cpu" and sample.layout is torch.strided:
+            values = sample.detach().reshape(-1)[:_NUM_PARTS].tolist()
+            (floats if sample.is_floating_point() else plain).extend(values)
+    return plain, torch.tensor(floats[: 2 * _END_VALUES], dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+
+
 def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor, or the ends of an array as one, flat; None for values that are not compared."""
     if type(value) is torch.Tensor:
         return value if value.layout is torch.strided and not value.is_quantized else None
     numpy = sys.modules.get("numpy")
-    if (
-        numpy is None
-        or not isinstance(value, numpy.ndarray)
-        or value.dtype.kind not in "iufb"
-        or not value.flags.c_contiguous
-    ):
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.kind not in "iufb":
         return None
-    flat = value.reshape(-1)
-    ends = flat if flat.size <= 2 * _END_VALUES else numpy.concatenate([flat[:_END_VALUES], flat[-_END_VALUES:]])
     try:
-        return torch.from_numpy(numpy.array(ends))  # a copy: the array may be read-only or memory-mapped
+        return torch.from_numpy(numpy.array(_ends(value)))  # a copy: the array may be read-only or memory-mapped
     except TypeError:  # a dtype that torch does not have
         return None
 

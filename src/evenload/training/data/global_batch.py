@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
+from evenload.foreign_names import STEP_ELSEWHERE
 from evenload.training.data.batches import MicroBatch, move
 from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
 from evenload.training.data.tuning import ReadSettings
+from evenload.wrong_calls import unknown_attribute
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class CopiedAhead:
 
 
 class GlobalBatch:
+    """A step's batch, for Evenload's own use: the user's code receives its parts in loss_fn."""
+
     def __init__(
         self,
         plan: StepPlan,
@@ -60,6 +64,19 @@ class GlobalBatch:
         if first is not None and first.span in self.spans():
             self._first = first
             self._held[first.span] = first.data
+
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_attribute(self, name, {name: STEP_ELSEWHERE["batch"]})
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.__getattr__("__iter__")  # type: ignore[no-any-return]
+
+    def __getitem__(self, key: object) -> Any:
+        return self.__getattr__("__getitem__")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise StepError(STEP_ELSEWHERE["batch"])
 
     @property
     def epoch(self) -> int:

@@ -105,6 +105,11 @@ class GlobalLoader:
 
     def __len__(self) -> int:
         """Raise TypeError where the user's loader has no length."""
+        if checks.is_stream(self.user_loader) and not hasattr(self.user_loader.dataset, "__len__"):
+            raise TypeError(
+                f"len(loader): its dataset, {type(self.user_loader.dataset).__name__}, is iterable and has no __len__, so the "
+                "number of steps of an epoch is unknown; add a __len__ (the number of samples), or count by step.index"
+            )
         return len(self.user_loader) if self._resized is None else self.num_steps(self._resized) or 0
 
     @property

@@ -99,6 +99,7 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         raise ConfigError(
             f"-d {text}: "
             + "; ".join([f"there is no GPU {index} here", *host.problems, f"here are: {host.describe()}"])
+            + f" (-d names devices; {max(index, 1)} ranks on the CPU are cpu:{max(index, 1)})"
         )
     if kind in ("cuda", "gpu"):
         raise ConfigError(

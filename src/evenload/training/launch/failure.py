@@ -9,19 +9,29 @@ import signal
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.atomic_file import write_atomically
-from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
+from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
 from evenload.training.launch.hints import hint_for
 
+_STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _TORCH_DATA = str(Path("torch", "utils", "data"))
-_WORKER_ERROR = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.\nOriginal (Traceback .*)", re.DOTALL)
+_CHILD_ERRORS = (
+    (
+        re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal (Traceback .*)", re.DOTALL),
+        "DataLoader worker",
+    ),
+    (
+        re.compile(r"\s*-- Process (\d+) terminated with the following error:\n(Traceback .*)", re.DOTALL),
+        "process of torch.multiprocessing.spawn",
+    ),
+)
+"""Errors of child processes, which torch sends as text."""
 _FRAME = re.compile(r'^  File "([^"]*)"[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
-_PASSED_THROUGH = {"_wrapped_call_impl", "_call_impl"}
-"""Functions of torch between a model and its submodules, omitted from tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class FailureReport:
     """Type of the exception, or the end of the process, such as ``killed by SIGKILL``."""
     message: str
     traceback: str = ""
-    """Frames of the user's code, and the last of Evenload's where the error is not Evenload's."""
+    """Frames of the user's code, and the last one where the error is not Evenload's."""
     step: int | None = None
     consequence: bool = False
     """The error only shows that another rank is gone; it is never the cause."""
@@ -60,7 +70,7 @@ def failure_path(launch_dir: Path, worker: str) -> Path:
 
 
 def describe_error(error: BaseException, rank: int, step: int | None, exit_code: int = 1) -> FailureReport:
-    kind, message, formatted = _in_loader_worker(error) or (type(error).__name__, str(error), user_traceback(error))
+    kind, message, formatted = _in_child(error) or (type(error).__name__, str(error), user_traceback(error))
     return FailureReport(
         rank=rank,
         kind=kind,
@@ -105,14 +115,16 @@ def _is_device_lost(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without Evenload's frames, and one line for each error that led to this one.
+    """Return the traceback with the frames of the user's code, and one line for each error that led to this one.
 
-    Of an error that Evenload did not raise, the last of each series of its frames stays: it shows what called the user's code.
+    The last frame stays too, whose file it may be, of an error that Evenload did not raise.
     """
     error_traceback = traceback.TracebackException.from_exception(error)
-    _remove_internal_frames(error_traceback, set())
     error_traceback.__cause__ = error_traceback.__context__ = None
-    own = "".join(error_traceback.format())
+    _keep_users_frames(error_traceback)
+    is_alone = isinstance(error, EvenloadError) and not error_traceback.stack
+    is_alone = is_alone or isinstance(error, RankFailedError)  # its message has the traceback of the rank
+    own = "" if is_alone else "".join(error_traceback.format())
     return own + "".join(f"caused by {_first_line(earlier)}{_place(earlier)}\n" for earlier in earlier_errors(error))
 
 
@@ -144,8 +156,8 @@ def passes_through_package(trace: types.TracebackType | None) -> bool:
 
 
 def is_users_file(name: str) -> bool:
-    """Return False for files of Evenload and of installed packages."""
-    return not name.startswith(("<", _PACKAGE)) and "site-packages" not in name
+    """Return False for files of Evenload, of installed packages and of Python itself."""
+    return not name.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and "site-packages" not in name
 
 
 def _place(error: BaseException) -> str:
@@ -159,53 +171,44 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def _in_loader_worker(error: BaseException) -> tuple[str, str, str] | None:
-    """Return kind, message and traceback of an error in a DataLoader worker, which torch sends as text."""
-    match = _WORKER_ERROR.match(str(error))
-    if match is None:
+def _in_child(error: BaseException) -> tuple[str, str, str] | None:
+    """Return kind, message and traceback of an error in a DataLoader worker, or in a process that mp.spawn started."""
+    matches = ((pattern.match(str(error)), child) for pattern, child in _CHILD_ERRORS)
+    found, child = next(((found, child) for found, child in matches if found), (None, ""))
+    if found is None:
         return None
-    kind, worker, text = match.groups()
-    last = _FRAME.split(text)[-1].strip()
-    message = last.partition(": ")[2]
-    where = f"in DataLoader worker {worker} of this rank"
-    own = _FRAME.sub(lambda frame: "" if _is_internal(frame[1]) else frame[0], text)
-    return kind, f"{message} ({where})" if message else where, own
+    number, text = found.groups()
+    text = text[text.rindex("Traceback (most recent call last)") :]
+    kind, _, message = _FRAME.split(text)[-1].strip().partition(": ")
+    where = f"in {child} {number} of this rank"
+    frames = [frame[1] for frame in _FRAME.finditer(text)]
+    kept = iter(_kept(frames))
+    own = _FRAME.sub(lambda frame: frame[0] if next(kept) else "", text)
+    return kind.rpartition(".")[2], f"{message} ({where})" if message else where, own
 
 
-def _is_internal(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) or _TORCH_DATA in filename
+def _kept(files: Sequence[str]) -> list[bool]:
+    """Return for each frame of a traceback, by its file, whether it is shown: those of the user's code, and the last one."""
+    users = [is_users_file(name) for name in files]
+    if not any(users):
+        users = [not (name.startswith((_PACKAGE, "<frozen")) or _TORCH_DATA in name) for name in files]
+    return [*users[:-1], not files[-1].startswith("<frozen")] if files else []
 
 
-def _remove_internal_frames(summary: traceback.TracebackException, seen: set[int]) -> None:
-    if id(summary) in seen:
-        return
-    seen.add(id(summary))
-    is_own_error = _is_type(summary, EvenloadError)
-    kept: list[traceback.FrameSummary] = []
-    frames = [
-        frame
-        for frame in summary.stack
-        if frame.name not in _PASSED_THROUGH
-        and not frame.filename.startswith("<frozen")
-        and _TORCH_DATA not in frame.filename
-    ]
-    for index, frame in enumerate(frames):
-        if not frame.filename.startswith(_PACKAGE):
-            kept.append(frame)
-        elif not is_own_error and kept:
-            # Frames before the user's first belong to the bootstrap: `kept` is empty there.
-            is_last_of_series = index + 1 == len(frames) or not frames[index + 1].filename.startswith(_PACKAGE)
-            if is_last_of_series:
-                kept.append(frame)
-    if kept or is_own_error or _is_type(summary, SyntaxError):
-        summary.stack = traceback.StackSummary.from_list(kept)
-    for other in (summary.__cause__, summary.__context__):
-        if other is not None:
-            _remove_internal_frames(other, seen)
+def _keep_users_frames(summary: traceback.TracebackException) -> None:
+    frames = list(summary.stack)
+    files = [frame.filename for frame in frames]
+    kept = _kept(files)
+    tells_enough = _is_type(summary, (EvenloadError, SyntaxError))  # without the frame that raised it
+    if tells_enough and frames:
+        kept[-1] = is_users_file(frames[-1].filename)
+    if tells_enough or any(stays and is_users_file(name) for stays, name in zip(kept, files, strict=True)):
+        own = [frame for frame, stays in zip(frames, kept, strict=True) if stays]
+        summary.stack = traceback.StackSummary.from_list(own)
 
 
-def _is_type(summary: traceback.TracebackException, kind: type[BaseException]) -> bool:
-    return isinstance(summary.exc_type, type) and issubclass(summary.exc_type, kind)
+def _is_type(summary: traceback.TracebackException, kinds: tuple[type[BaseException], ...]) -> bool:
+    return isinstance(summary.exc_type, type) and issubclass(summary.exc_type, kinds)
 
 
 def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:

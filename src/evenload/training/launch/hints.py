@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from evenload.errors import EvenloadError
+from evenload.foreign_names import MODEL_ELSEWHERE, MODULE_ELSEWHERE, OPTIMIZER_ELSEWHERE, describe_unknown
 
 _UNPREPARED = (
     "the loop runs over a plain DataLoader, which yields batches; write: model, loader = run.prepare(model, loader), then "
@@ -20,6 +21,29 @@ _NO_LAMBDA = (
     "what loader workers need, they receive by name where they are started by spawn: write the collate_fn (or the dataset's "
     "transform) as a def at the top of the file instead of a lambda, or leave multiprocessing_context out"
 )
+_DTYPE = (
+    "the model and the batch have different dtypes: convert the model before run.prepare, and the batch in loss_fn "
+    '(x.to(model dtype)); for mixed precision leave .half() and .to(dtype) out, and set evenload.init(precision="bf16")'
+)
+_GROUPS = (
+    "evenload.init opens the process groups: leave dist.init_process_group out, write run = evenload.init(), and read run.rank "
+    "and run.world_size"
+)
+_MP_SPAWN = (
+    "evenload run starts one process per device: call the function itself in place of torch.multiprocessing.spawn; or, in "
+    'plain python, write evenload.spawn(train, devices="cpu:2") in its place'
+)
+_CUDA = (
+    "leave .cuda() out, and .to('cuda') and torch.cuda.set_device: run.prepare moves the model, and in loss_fn the batch is on "
+    "run.device already"
+)
+_CHECKPOINT = (
+    "a checkpoint is a folder with the states of run.resume by name: "
+    "model.load_state_dict(evenload.load_checkpoint('runs/name')['model'])"
+)
+_TERMINAL = (
+    "ranks have no terminal: start one rank by plain python train.py for breakpoint(), and pass arguments for input()"
+)
 _MESSAGES = (
     (
         "Expected all tensors to be on the same device",
@@ -27,21 +51,22 @@ _MESSAGES = (
     ),
     (
         "Default process group has not been initialized",
-        "one rank alone has no process group; use run.barrier, run.reduce or run.gather, or run.group([0])",
-    ),
-    (
-        "initialize the default process group twice",
-        "evenload.init has made the process groups; leave dist.init_process_group out, or call it before evenload.init",
+        "evenload.init opens the process groups, and one rank alone has none; after it, use run.rank, run.barrier, run.reduce or "
+        "run.gather, or run.group([0])",
     ),
     ("element 0 of tensors does not require grad", _NO_GRADIENT),
     (
-        "Torch not compiled with CUDA enabled",
-        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+        "default_collate: batch must contain tensors",
+        "the samples that the dataset's __getitem__ returns (is its return missing?) can't be joined to a batch: return tensors, "
+        "numbers, or tuples and dicts of them, or give the DataLoader a collate_fn",
     ),
     (
-        "Found no NVIDIA driver",
-        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+        "stack expects each tensor to be equal size",
+        "the samples of a batch differ in size: bring them to one size in the dataset, or pad them in the loader's collate_fn "
+        "(torch.nn.utils.rnn.pad_sequence)",
     ),
+    *((sign, _CUDA) for sign in ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "_cuda_setDevice")),
+    *((sign, _CHECKPOINT) for sign in ("checkpoints/step-", 'in state_dict: "values"', 'in state_dict: "schema"')),
     (
         "object of type 'generator' has no len()",
         "the number of batches and of samples is that of the plain loader: len(val_loader)",
@@ -66,6 +91,22 @@ _MESSAGES = (
         "a scheduler counts its own calls of scheduler.step(): called once in each step, OneCycleLR needs "
         "total_steps=epochs * len(loader), where len(loader) counts global batches",
     ),
+    *(
+        (sign, _DTYPE)
+        for sign in ("have the same dtype", "expected scalar type", "and bias type (", "and weight type (")
+    ),
+    ("initialize the default process group twice", _GROUPS),
+    (
+        "compile() got an unexpected keyword argument",
+        "torch's model.compile() takes neither optimizer nor loss: there is no trainer, the loop and the optimizer stay in your "
+        "script",
+    ),
+    (
+        "data_parallel() missing",
+        "evenload.data_parallel(model, inputs) computes outputs on several devices; to train on them set init(strategy='dp')",
+    ),
+    ("-- Process ", _MP_SPAWN),
+    ("terminated with exit code", _MP_SPAWN),
     ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
 )
 _NUMBER_OF_STEP = "a step is no number; its index in the run is step.index: if step.index % 100 == 0"
@@ -82,6 +123,7 @@ _PREPARE = (
 _NOT_STEPS = (list, tuple, dict)
 
 
+_IMPORT = re.compile(r"cannot import name '(\w+)' from 'evenload'|No module named 'evenload\.(\w+)")
 _ATTRIBUTE_CALL = re.compile(r"\brun\.(is_main|rank|world_size|device)\(")
 _SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no setter")
 _COMPUTE = str(Path("evenload", "training", "compute"))
@@ -109,17 +151,25 @@ def hint_for(error: BaseException) -> str:
         return _UNPREPARED
     text = str(error)
     if isinstance(error, AttributeError):
-        if error.name == "module" and hasattr(error.obj, "named_parameters"):
-            return "the model stays your own object and is never wrapped: leave .module out"
+        for kind, names in (("named_parameters", MODEL_ELSEWHERE), ("param_groups", OPTIMIZER_ELSEWHERE)):
+            if hasattr(error.obj, kind) and (error.name or "") in names:
+                return names[error.name or ""]
         if found := _SETTER.search(text):
             return (
                 f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
                 "the DataLoader before run.prepare"
             )
+    if text == "EOF when reading a line" or type(error).__name__ == "BdbQuit":
+        return _TERMINAL
+    if isinstance(error, ImportError) and (found := _IMPORT.search(text)):
+        hint = describe_unknown(found[1] or found[2], (), MODULE_ELSEWHERE)
+        return f"write import evenload{'; ' + hint if hint else ', whose names are init, spawn, place, load_checkpoint, ...'}"
     if isinstance(error, KeyError) and text in _RANK_VARIABLES:
         return _KNOWN_RANK
     if isinstance(error, TypeError) and (hint := _hint_for_type(error, text)):
         return hint
+    if any(frame.f_code.co_name == "init_process_group" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return _GROUPS
     if "values to unpack" in text and ".prepare(" in _last_line(error):
         return _PREPARE
     return next((hint for sign, hint in _MESSAGES if sign in text), "")
@@ -128,11 +178,19 @@ def hint_for(error: BaseException) -> str:
 def _hint_for_type(error: TypeError, text: str) -> str:
     if "'Step'" in text:
         return _NUMBER_OF_STEP
-    if "'GlobalBatch'" in text:
-        return f"the batch arrives in loss_fn: {_LOSS_FN}"
     if "is not callable" in text and (found := _ATTRIBUTE_CALL.search(_last_line(error))):
         return f"run.{found[1]} is a value: write it without ()"
     if "context manager protocol" in text and "main_first" in _last_line(error):
         return "write with run.main_first(): with ()"
+    if ("'tuple' object is not callable" in text and "model(" in _last_line(error)) or (
+        "is not iterable" in text and _last_line(error).startswith("for step")
+    ):
+        return _PREPARE
+    if "is not iterable" in text and "param_groups = list(params)" in _last_line(error):
+        return "an optimizer takes parameters: torch.optim.AdamW(model.parameters(), lr=...)"
+    if "positional argument" in text and _last_line(error) == "result = fn(*args)":
+        return (
+            "give evenload.spawn the function's arguments, args=(1e-3,); a rank's number is no argument, but run.rank"
+        )
     is_signature = "positional argument" in text or "must be Tensor, not" in text
     return _LOSS_FN if is_signature and _is_call_of_loss_fn(error) else ""

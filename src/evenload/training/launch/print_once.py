@@ -15,7 +15,6 @@ from evenload.training.launch.environment import WORKER_VARIABLE
 from evenload.training.launch.failure import is_users_file
 
 _TIMEOUT = timedelta(seconds=5)
-_STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
 def is_printed_elsewhere(text: str, variables: Mapping[str, str] | None = None) -> bool | None:
@@ -53,13 +52,9 @@ def warn_once(message: str) -> None:
     if is_printed_elsewhere(message):
         return
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:  # in a thread of Evenload's
         warnings.warn(message, stacklevel=2)
     else:
         warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-
-
-def _is_users(name: str) -> bool:
-    return is_users_file(name) and not name.startswith(_STANDARD_LIBRARY)

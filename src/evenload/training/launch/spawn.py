@@ -18,6 +18,7 @@ from evenload.training.launch.function_call import pack_call, read_result, write
 from evenload.training.launch.request import LaunchRequest
 from evenload.training.launch.stop_status import is_interactive
 from evenload.training.launch.supervisor import launch
+from evenload.training.launch.uncaught import reports_uncaught
 
 _GUARD = (
     "evenload.spawn was called while a worker runs the script for its functions; put the call where only the script itself "
@@ -27,6 +28,7 @@ _GUARD = (
 )
 
 
+@reports_uncaught
 def spawn(
     fn: Callable[..., Any],
     devices: str = "auto",

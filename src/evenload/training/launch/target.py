@@ -16,6 +16,11 @@ from evenload.errors import LaunchError
 _PYTHON = re.compile(r"python[\d.]*")
 
 
+_OTHER_PROGRAMS = (".sh", ".bash", ".toml", ".yaml", ".yml", ".json", ".txt", ".md")
+_SHADOWED = ("torch", "numpy", "evenload")
+"""Packages that every script imports."""
+
+
 def target_file(arguments: Sequence[str]) -> Path:
     """Return the file that would run; for a module without a source file, its name; LaunchError if it does not exist."""
     if not arguments or tuple(arguments) == ("-m",):
@@ -43,6 +48,14 @@ def target_file(arguments: Sequence[str]) -> Path:
         near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:8]
         here = f"; scripts in that folder: {', '.join(near)}" if near else ""
         raise LaunchError(f"there is no script {path}{here}")
+    if path.suffix in _OTHER_PROGRAMS:
+        raise LaunchError(
+            f"{path} is no Python script; write evenload run train.py in it, or run its Python script itself"
+        )
+    if path.stem in _SHADOWED:
+        raise LaunchError(
+            f"{path}: `import {path.stem}` would find this script in place of the package; rename it, to train.py"
+        )
     return path
 
 

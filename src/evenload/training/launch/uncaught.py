@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from evenload.errors import EvenloadError, LaunchError
 from evenload.training.launch import worker
@@ -17,6 +17,7 @@ from evenload.training.launch.failure import passes_through_package
 from evenload.training.launch.hints import hint_for
 from evenload.training.launch.print_once import is_printed_elsewhere
 
+_exit = sys.exit
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -47,7 +48,7 @@ def report_uncaught_at_start() -> None:
 def report_uncaught(world_size: int, rank: int) -> None:
     """Print errors that nobody catches where the script runs without our launcher: those of Evenload with the message first.
 
-    An error that all ranks raise alike is printed once.
+    An error that all ranks raise alike is printed once, and so is a text with which they call `sys.exit`.
     """
     before = sys.excepthook
 
@@ -68,5 +69,11 @@ def report_uncaught(world_size: int, rank: int) -> None:
         whole = rank == 0 or (is_elsewhere is False and not failure.consequence)
         print(f"evenload: {text if whole else text.splitlines()[0]}", file=sys.stderr, flush=True)
 
+    def leave(code: Any = None, /) -> NoReturn:
+        is_text = code is not None and not isinstance(code, int)
+        _exit(1 if is_text and is_printed_elsewhere(str(code)) else code)
+
     if before is sys.__excepthook__:
         sys.excepthook = report
+        if world_size > 1:
+            sys.exit = leave

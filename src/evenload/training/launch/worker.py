@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from evenload.errors import ConfigError, LaunchError
+from evenload.errors import ConfigError, EvenloadError, LaunchError
 from evenload.job import EXIT_CODE
 from evenload.training.launch import stop_status
 from evenload.training.launch.cuda_memory import allocator_variables
@@ -44,6 +44,7 @@ from evenload.training.launch.failure import (
     write_whole_traceback,
 )
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
+from evenload.training.launch.print_once import is_printed_elsewhere
 from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -58,6 +59,8 @@ _GLOO_THREADS_S = 0.02
 
 @dataclass
 class WorkerProgress:
+    pid: int = 0
+    """The process that the launcher started as a rank; in its children another one."""
     initialised: bool = False
     folder: Path | None = None
     """The run folder, once it is open."""
@@ -93,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the script or module of the command line as a worker; never return."""
     arguments = sys.argv[1:] if argv is None else argv
     spec = detect()
+    progress.pid = os.getpid()
     _watch_supervisor(spec)
     _bind(spec)
     # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what does not end by itself.
@@ -207,6 +211,8 @@ def _no_init(arguments: list[str], world_size: int) -> str:
 
 def _bind(spec: WorkerSpec) -> None:
     """Set cores, threads, memory of GPUs and network interface, before libraries read the variables."""
+    # Of what spawned loader workers can't receive, the error and its hint (hints.py) say more.
+    warnings.filterwarnings("ignore", message="Got pickle error", category=UserWarning)
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
         # Torch counts only the cores of this rank; loader workers have a lower priority (data/reading.py).
@@ -283,14 +289,16 @@ def _exit_code(error: SystemExit) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF
-    print(error.code, file=sys.stderr)
+    if not is_printed_elsewhere(str(error.code)):
+        print(error.code, file=sys.stderr)
     return 1
 
 
 def describe_uncaught(error: BaseException, rank: int, code: int) -> FailureReport:
-    """Describe an error; where earlier errors led to it, write the whole traceback into the run folder."""
+    """Describe an error; write the whole traceback, where it says more, into the run folder."""
     failure = describe_error(error, rank, progress.step, code)
-    if progress.folder is not None and progress.folder.is_dir() and (error.__cause__ or error.__context__):
+    says_more = error.__cause__ or error.__context__ or not isinstance(error, EvenloadError)
+    if progress.folder is not None and progress.folder.is_dir() and says_more:
         path = write_whole_traceback(error, progress.folder, rank)
         if path is not None:
             failure = replace(failure, traceback=f"{failure.traceback}(whole traceback: {path})\n")

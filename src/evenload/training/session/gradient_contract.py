@@ -63,6 +63,10 @@ WRAPPED = (
     "a prepared model was wrapped in {name}: it would average gradients over ranks in each backward, before step.backward sums "
     "them. Remove the wrapper, and call the model that run.prepare returned"
 )
+NOT_REACHED = (
+    "the loss depends on no parameter of a prepared model: loss_fn computes with another model, such as a copy made before or "
+    "after run.prepare. Use the model that run.prepare returned, and pass others that are trained to run.prepare too"
+)
 WITHOUT_EFFECT = (
     "{optimizer} changes nothing: none of its {count} parameters is in a prepared model, and none has a gradient. Was the model "
     "copied, or were its parameters replaced, after the optimizer was made? Make it from model.parameters() of the model that "
@@ -162,6 +166,10 @@ class GradientContract(StepListener):
     def on_gradients(self, step: Step) -> None:
         self._unprepared.end()
         self._num_backwards += 1
+        if self._num_backwards == 1 and self._context.config.strategy != "async":
+            stays = not step.stats.skipped and all(step.batch.plan.shares)
+            if stays and all(p.grad is None for p in self._params):
+                raise StepError(NOT_REACHED)
         if self._num_backwards <= _NUM_SCALED:
             before, self._counts = self._counts, {}
             for scheduler, count in self._scheduler_steps().items():

@@ -19,6 +19,7 @@ from evenload.atomic_file import write_atomically
 from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
+from evenload.records.folder_lock import LOCK_FILE, lock_folder
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.reader import last_step_in
 from evenload.records.recorder import Recorder
@@ -120,6 +121,13 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         config = replace(config, fresh=False)
     control.barrier(Operation.INIT)
     check_loggers(config.loggers, config.logger_options)
+    if config.fresh and writes and (folder / LOCK_FILE).exists():
+        lock_folder(folder).close()  # before anything of another run is moved
+    if config.fresh and Path.cwd().is_relative_to(folder):
+        raise ConfigError(
+            f"--fresh would move {folder} aside, which holds the folder of this script; set a project_dir of its own, such as "
+            "runs/name"
+        )
     old = _contents(folder) if config.fresh and writes else {}
     recorder = StepRecorder(
         None if old else _open_records(spec, config, folder, writes), writes, on_device=device.type == "cuda"
@@ -132,7 +140,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             recorder.open(_open_records(spec, config, folder, writes))
 
     def take_records() -> None:
-        records = _open_records(spec, config, folder, writes=True)
+        records = _open_records(spec, config, folder, writes=True, takes_over=True)
         recorder.take_over(records, last_step_in(folder))
 
     if config.fresh and writes and not old:
@@ -228,7 +236,9 @@ def _check_local(config: Config, mode: str) -> None:
         )
 
 
-def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) -> Recorder:
+def _open_records(
+    spec: WorkerSpec, config: Config, folder: Path, writes: bool, *, takes_over: bool = False
+) -> Recorder:
     records = Recorder(
         folder if writes else None,
         loggers=config.loggers,
@@ -237,6 +247,7 @@ def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) 
         console=spec.origin != "evenload",
         log_every_s=config.log_every_s,
         job=None if (now := attempt()) is None else now[0],
+        takes_over=takes_over,
     )
     if writes:
         records.settings(as_table(config))

@@ -19,6 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from evenload.errors import CheckpointError
 from evenload.training.step.step import StepLoader
 
 _IMPLEMENTATION = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"}
@@ -28,6 +29,7 @@ _DRIVEN = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_mo
 _COUNTERS = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "optimizer"}
 _DATA = ("batch_size", "samples", "seed")
 _SCRIPT = "script"
+_CLASS = "class"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class ScriptSettings:
                 self.values[f"{name}.{key}"] = found[0] if all(value == found[0] for value in found) else found
         for name, state in self._fresh.items():
             self.values |= _flatten(name, state)
+        self.values |= {
+            f"{name}.{_CLASS}": type(value).__name__ for name, value in (self._optimizers | self._schedulers).items()
+        }
         for index, loader in enumerate(loaders):
             of = f" of loader {index}" if index else ""
             self.values["batch_size" + of] = _plain(loader.batch_size)
@@ -73,6 +78,17 @@ class ScriptSettings:
             for name, now in self.values.items()
             if name in saved and saved[name] != now
         ]
+
+    def check_classes(self, changed: Sequence[ChangedSetting]) -> None:
+        """Raise CheckpointError if an optimizer is of another class: it would load the state, and fail in its first step."""
+        for row in changed:
+            name, _, key = row.name.partition(".")
+            if key == _CLASS and name in self._optimizers:
+                raise CheckpointError(
+                    f"the checkpoint's {name} is of class {row.saved}, this script's of {row.now}, which can't use its state: "
+                    f"keep {row.saved}, or start anew with --fresh (evenload run --fresh train.py); to keep the weights, load "
+                    "evenload.load_checkpoint(RUN)['model'] in a run of another project_dir"
+                )
 
     def take(self, changed: Sequence[ChangedSetting]) -> list[str]:
         """Set the changed values of optimizers and schedulers in the loaded objects; return a line for each rate it changed."""

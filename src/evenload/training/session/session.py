@@ -30,6 +30,7 @@ from evenload.training.elastic.members import Members
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.launch.membership_messages import MessageChannel
+from evenload.training.launch.print_once import warn_once
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.session import prepare
@@ -206,6 +207,11 @@ class Session(StepListener):
         step = self._context.loop.step
         if step is not None and step.arm:
             return  # a measurement's step is no training
+        if self._context.loop.in_backward:
+            warn_once(
+                "run.log was called inside loss_fn: its values are of one micro-batch of rank 0. For the average over the "
+                "global batch return them with the loss, {'loss': loss, 'accuracy': accuracy}, and log step.metrics"
+            )
         index = step.index if step is not None else max(0, self._context.loop.steps_done - 1)
         self._context.recorder.log(metrics, index)
         self._saver.log(metrics)

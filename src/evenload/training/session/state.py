@@ -155,6 +155,7 @@ class Saver:
         self._data_changed = any(is_data(row.name) for row in changed)
         text = changes_text(changed, conflicting, override=context.config.override) if changed else ""
         try:
+            settings.check_classes(changed)
             context.registry.load(state)
             notes = settings.take(changed)
         except EvenloadError:

@@ -9,6 +9,7 @@ import torch
 
 from evenload.errors import DivergenceError, StepError
 from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
+from evenload.training.comm.control import Operation
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
@@ -19,7 +20,7 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
-from evenload.training.step.wrong_loops import not_a_batch, second_loop, step_is_over
+from evenload.training.step.wrong_loops import half_done, not_a_batch, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 
@@ -227,6 +228,7 @@ class StepLoop:
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
         if self.step is not step:
+            self.engine.control.check_open(Operation.BEGIN)
             raise step_is_over()
         if self.in_backward:
             raise StepError(
@@ -343,10 +345,7 @@ class StepLoop:
     def check_between_steps(self, what: str) -> None:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
         if self.is_half_done:
-            raise StepError(
-                f"{what} was called between step.backward and optimizer.step(), when the step is half done; call it at the "
-                "end of the loop body (after an update by hand through .data, call model.zero_grad() first)"
-            )
+            raise half_done(what)
 
 
 class StepLoader:

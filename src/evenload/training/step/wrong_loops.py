@@ -1,4 +1,4 @@
-"""Errors of loops over a prepared loader that can't be right."""
+"""Errors of loops over a prepared loader, and of their bodies, that can't be right."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def step_is_over() -> StepError:
     )
 
 
+def inside_loss_fn(what: str) -> StepError:
+    return StepError(
+        f"{what} was called inside loss_fn, which runs once for each micro-batch, and again if a step is redone; call it in the "
+        "loop body, after step.backward(loss_fn). For averages over the global batch return the values with the loss: "
+        "return {'loss': loss, 'accuracy': accuracy}, which become step.metrics"
+    )
+
+
 def second_loop(*, same_loader: bool) -> StepError:
     """Return the error of a loop that begins inside a step, of the same loader or of another."""
     if same_loader:
@@ -32,4 +40,12 @@ def second_loop(*, same_loader: bool) -> StepError:
         "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
         "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
         "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
+    )
+
+
+def half_done(what: str) -> StepError:
+    return StepError(
+        f"{what} was called between step.backward and optimizer.step(), when the step is half done; call it at the end of the "
+        "loop body. Step the optimizer in each step: the DataLoader's batch_size replaces gradient accumulation. (After an "
+        "update by hand through .data, call model.zero_grad() first)"
     )

@@ -1,0 +1,40 @@
+"""One process writes a run folder: a second one would mix its records and replace its checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from evenload.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Acquire the lock of a run folder. It ends with the file or this process; loader workers do not inherit it.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: the folder is not writable.
+    """
+    file = (folder / LOCK_FILE).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return file  # a file system without locks
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(
+            f"the run folder {folder} is in use by {holder}: set another project_dir for this run, or end that one first "
+            "(several devices make one run: evenload run -d 0,1 train.py)"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
