@@ -194,11 +194,12 @@ class StepStats:
         busy_s += columns[_COMPILE]
         busiest, waits_least = int(busy_s.argmax()), int((columns[_WAIT] + columns[_COMM]).argmin())
         mean, most = np.add.reduce(columns, axis=1) / num_ranks, np.maximum.reduce(columns, axis=1)
-        times = [
-            RankTimes(*mean.tolist(), int(np.add.reduce(memory) / num_ranks)),
-            RankTimes(*most.tolist(), self.most_memory_bytes),
-            *(RankTimes(*columns[:, r].tolist(), int(memory.item(r))) for r in (busiest, waits_least, 0)),
+        rows: list[list[Any]] = [
+            [*mean.tolist(), int(np.add.reduce(memory) / num_ranks)],
+            [*most.tolist(), self.most_memory_bytes],
+            *[[*columns[:, rank].tolist(), int(memory.item(rank))] for rank in (busiest, waits_least, 0)],
         ]
+        times = [RankTimes(*row) for row in rows]
         return RankSpread(
             num_ranks=num_ranks,
             shares=shares,
@@ -217,7 +218,7 @@ class StepStats:
         return times if len(times) == num_ranks else np.zeros((num_ranks, len(SEGMENTS)))
 
     def _memory_bytes(self) -> NDArray[np.float64]:
-        return np.zeros(len(self._times)) if self._reports is None else self._reports.values("memory_bytes")
+        return np.zeros(self.num_ranks) if self._reports is None else self._reports.values("memory_bytes")
 
     def _first(self) -> dict[str, float]:
         return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))
