@@ -61,7 +61,7 @@ class MemoryCaps:
 
     def trial(self, caps: Sequence[int | None], shares: Sequence[int], step: int) -> tuple[int | None, ...] | None:
         """Return higher caps to be tried, the lowest that save a micro-batch; None if it is too early or nothing is saved."""
-        if caps == self._limits:
+        if caps is self._limits or caps == self._limits:
             return None  # none was lowered
         count = num_micro(tuple(shares), tuple(caps))
         if step - self._changed_at < self._interval or count < 2:

@@ -31,7 +31,6 @@ SCHEMA = 1
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
 _SECONDS_OF = attrgetter(*SEGMENTS)
-_TIMES_OF = attrgetter(*SEGMENTS, "memory_bytes")
 
 
 def header_line(time: float) -> bytes:
@@ -183,8 +182,8 @@ def _repeated(text: str, count: int) -> str:
 
 def _spread(spread: RankSpread) -> str:
     def times(rank: RankTimes) -> str:
-        *seconds, memory = _TIMES_OF(rank)
-        return f"{','.join(map(_seconds, seconds))},{memory}"
+        texts = [f"{value:.6f}" if value else "0" for value in _SECONDS_OF(rank)]
+        return f"{','.join(texts)},{rank.memory_bytes}"
 
     least, most = spread.shares
     return (

@@ -72,6 +72,7 @@ CASES = {
     "small planes": Case(shape=(12, 5, 2, 3)),
     "many values": Case(shape=(24, 8, 45, 40), parts=(13, 9, 2)),
     "many values in small planes": Case(shape=(24, 1400, 2, 3), parts=(13, 9, 2)),
+    "planes of twenty values": Case(shape=(24, 350, 4, 5), parts=(13, 9, 2)),
     "many values in float32 far from zero": Case(
         shape=(24, 8, 45, 40), parts=(13, 9, 2), dtype=torch.float32, offset=300.0
     ),

@@ -57,7 +57,7 @@ def test_columns_hold_what_each_rank_reported(num_ranks: int) -> None:
     reports = read(sent)
     assert list(reports) == sent and len(reports) == num_ranks
     assert reports.column("loss_sum") == [one.loss_sum for one in sent]
-    assert reports.flags("may_leave") == [one.may_leave for one in sent]
+    assert reports.flags("may_leave") == tuple(one.may_leave for one in sent)
     assert reports.metric("b") == [one.metrics["b"] for one in sent]
     assert reports.first("elapsed_s") == sent[0].elapsed_s
     assert list(reports.of([0, num_ranks - 1])) == [sent[0], sent[-1]]
@@ -113,6 +113,14 @@ def test_times_add_up_over_the_backwards_of_a_step() -> None:
     assert stats.whole_seconds() == sum(
         getattr(stats.rank_times()[0], f"{n}_s") for n in ("compute", "optimizer", "wait", "comm")
     )
+    ranks, spread = stats.rank_times(), stats.spread((1, 2))
+    assert (spread.num_ranks, spread.shares, spread.first) == (3, (1, 2), ranks[0])
+    busiest, waits_least = spread.busiest[0], spread.waits_least[0]
+    assert spread.busiest[1] == ranks[busiest] and ranks[busiest].busy_s == max(times.busy_s for times in ranks)
+    assert spread.waits_least[1] == min(ranks, key=lambda times: times.wait_s + times.comm_s) == ranks[waits_least]
+    assert spread.most.memory_bytes == stats.most_memory_bytes == max(times.memory_bytes for times in ranks)
+    assert spread.most.wait_s == max(times.wait_s for times in ranks)
+    assert spread.mean.data_s == pytest.approx(sum(times.data_s for times in ranks) / 3)
     own_s = stats.own_seconds()
     alone_s = [seconds - 2 * delay_s for seconds, delay_s in zip(own_s, (0.125, 0.5, 0.25), strict=True)]
     assert stats.delay_s == pytest.approx(max(0.0, max(own_s) - max(alone_s)))

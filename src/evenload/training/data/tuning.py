@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from statistics import mean, median
@@ -87,14 +87,17 @@ def decode_settings(code: float) -> ReadSettings:
 class StepCost:
     seconds: float
     num_samples: int
-    data_s: tuple[float, ...]
+    data_s: Sequence[float]
     """Each rank's wait for samples; without workers its reading."""
-    busy_s: tuple[float, ...]
+    busy_s: Sequence[float]
     """Each rank's forward, backward and optimizer."""
     readings: tuple[ReadSettings, ...]
 
     @property
     def sizes(self) -> Sizes:
+        first = self.readings[0]
+        if self.readings.count(first) == len(self.readings):  # nearly always, and of many ranks much faster
+            return ((first.num_workers, first.prefetch),) * len(self.readings)
         return tuple((reading.num_workers, reading.prefetch) for reading in self.readings)
 
 

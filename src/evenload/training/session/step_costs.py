@@ -36,7 +36,7 @@ class RecentSteps:
             self._size = size
             self._seconds.clear()
         self._seconds.append((stats.whole_seconds(), max(stats.own_seconds())))
-        self._memory_bytes = max((times.memory_bytes for times in step.stats.rank_times()), default=0)
+        self._memory_bytes = step.stats.most_memory_bytes
         self._cap = min((cap for cap in step.planner.assignments[-1].caps if cap is not None), default=0)
 
     def costs(self, growth: BatchGrowth | None) -> StepCosts | None:

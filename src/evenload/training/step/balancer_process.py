@@ -16,7 +16,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +27,7 @@ from evenload.balance.split import Caps
 _NICE = 10
 """The process computes beside the training of rank 0, which comes first."""
 _MOST_LOST = 3
+_NOTHING: tuple[None, None, dict[str, float]] = (None, None, {})
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor})"
 
 
@@ -94,7 +94,7 @@ class BalancerProcess:
 
     @may_leave.setter
     def may_leave(self, flags: Sequence[bool]) -> None:
-        if flags != self._may_leave:
+        if flags is not self._may_leave and flags != self._may_leave:
             self._may_leave = flags
             self._changes.append(("may_leave", flags))
 
@@ -125,11 +125,14 @@ class BalancerProcess:
         if not self._is_waiting or self._connection is None:
             return None
         try:
-            answer = pickle.loads(self._connection.recv_bytes())
+            message = self._connection.recv_bytes()
         except (EOFError, OSError):
             self._lose()
             return None
         self._is_waiting = False
+        if not message:
+            return None  # nothing to say, as after most steps
+        answer = pickle.loads(message)
         if isinstance(answer, Exception):
             self.close()
             raise answer
@@ -146,8 +149,8 @@ class BalancerProcess:
                 self._start()
             if self._connection is not None:
                 shares = observation.shares
-                sent = replace(observation, shares=()) if shares == self._sent_shares else observation
-                self._connection.send_bytes(pickle.dumps((self._changes, sent)))
+                fields = {**vars(observation), "shares": () if shares == self._sent_shares else shares}
+                self._connection.send_bytes(pickle.dumps((self._changes, fields)))
                 self._changes, self._sent_shares = [], shares
                 self._is_waiting = True
         except OSError:
@@ -190,14 +193,13 @@ def serve(descriptor: int) -> None:
         balancer = Balancer(*start["args"], shares=start["shares"], num_micro_batches=start["num_micro_batches"])
         shares: tuple[int, ...] = ()
         while True:
-            changes, observation = connection.recv()
-            shares = observation.shares or shares
-            observation = replace(observation, shares=shares)
+            changes, fields = connection.recv()
+            shares = fields["shares"] = fields["shares"] or shares
             try:
-                answer: Any = _answer(balancer, changes, observation)
+                answer: Any = _answer(balancer, changes, Observation(**fields))
             except Exception as error:  # raised where the step is
                 answer = error
-            connection.send(answer)
+            connection.send_bytes(pickle.dumps(answer) if answer != _NOTHING else b"")
     except (EOFError, OSError):
         return  # rank 0 has ended, or needs no decisions any more
 

@@ -69,8 +69,10 @@ class Planner(StepsInOrder):
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
-        self.may_leave = [False] * world_size
+        self.may_leave: Sequence[bool] = [False] * world_size
         """For each rank whether it may leave the groups of gradients, as of the last step (engine.py)."""
+        self._leaving: tuple[Sequence[bool], tuple[bool, ...]] = (), ()
+        """The last `may_leave`, and the same with rank 0, which stays."""
         self._control = control
         self._announce = announce
         self._on_contention = on_contention
@@ -217,7 +219,9 @@ class Planner(StepsInOrder):
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, seen, times)
         else:
-            self._balancer.may_leave = (False, *self.may_leave[1:])
+            if self.may_leave is not self._leaving[0]:
+                self._leaving = self.may_leave, (False, *self.may_leave[1:])
+            self._balancer.may_leave = self._leaving[1]
             decision = self._balancer.observe(seen)
         if (note := take_note(self._balancer)) is not None:
             self._announce(Decision(self.shares, self.num_micro, note[0], None, None, note[1], 0.0, 0.0), step)

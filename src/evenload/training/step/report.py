@@ -176,11 +176,11 @@ class Reports(Sequence[RankReport]):
         """Return the most of a field of all ranks, none of which is NaN."""
         return self._highest[COLUMNS[name]]
 
-    def flags(self, name: str) -> list[bool]:
+    def flags(self, name: str) -> tuple[bool, ...]:
+        """Return whether a field is set on each rank; the same object as long as it is the same on all."""
         if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
-            return [self.first(name) != 0] * len(self)
-        values: list[bool] = (self._columns[COLUMNS[name]] != 0).tolist()
-        return values
+            return _repeated(self.first(name) != 0, len(self))
+        return tuple((self._columns[COLUMNS[name]] != 0).tolist())
 
     def first(self, name: str) -> float:
         """Return a field of the first rank."""
@@ -264,8 +264,8 @@ class OwnReport(Reports):
     def seconds(self) -> NDArray[np.float64]:
         return np.array([_SECONDS_OF(self._report.seconds)])
 
-    def flags(self, name: str) -> list[bool]:
-        return [bool(self.first(name))]
+    def flags(self, name: str) -> tuple[bool, ...]:
+        return (bool(self.first(name)),)
 
     def first(self, name: str) -> float:
         value: float = getattr(self._report, name) or 0.0
@@ -307,6 +307,11 @@ def read_table(table: NDArray[np.float64], names: Sequence[str], *, measured: bo
     if len(present) < len(statuses) and _checksum(names) not in keys:
         return Reports(table, (), measured=measured)  # this rank is away, and has never seen these metrics
     return reports
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(flag: bool, num_ranks: int) -> tuple[bool, ...]:
+    return (flag,) * num_ranks
 
 
 def _checksum(names: Sequence[str]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,11 @@ _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
 )
 _WHOLE_EVERY = 10
 """Of more than 128 ranks, the times of each are recorded in every so many steps, and whenever shares change."""
+
+
+@functools.lru_cache(maxsize=64)
+def _same_settings(code: float, num_ranks: int) -> tuple[ReadSettings, ...]:
+    return (decode_settings(code),) * num_ranks
 
 
 class StepStats:
@@ -139,18 +145,18 @@ class StepStats:
         return StepCost(
             seconds=sum(seconds for name, seconds in self._first().items() if name != "other"),
             num_samples=num_samples,
-            data_s=tuple(self._times[:, _DATA].tolist()),
-            busy_s=tuple(self.own_seconds()),
-            readings=tuple(self.readings()),
+            data_s=self._times[:, _DATA].tolist(),
+            busy_s=self.own_seconds(),
+            readings=self.readings(),
         )
 
-    def readings(self) -> list[ReadSettings]:
+    def readings(self) -> tuple[ReadSettings, ...]:
         reports = self._reports
         if reports is None:
-            return []
+            return ()
         if reports.is_same("reading"):
-            return [decode_settings(reports.first("reading"))] * len(reports)
-        return [decode_settings(code) for code in reports.column("reading")]
+            return _same_settings(reports.first("reading"), len(reports))
+        return tuple([decode_settings(code) for code in reports.column("reading")])
 
     @property
     def unusual(self) -> bool:
@@ -169,23 +175,33 @@ class StepStats:
     def num_ranks(self) -> int:
         return len(self._known_times())
 
+    @property
+    def most_memory_bytes(self) -> int:
+        """Peak memory of the rank that uses most."""
+        return 0 if self._reports is None else int(self._reports.most("memory_bytes"))
+
     def columns(self) -> RankColumns:
         """Return what `rank_times` does, in columns."""
-        table = self._table()
-        return RankColumns(np.rint(1e6 * table[:-1]).astype(int).tolist(), table[-1].astype(int).tolist())
+        times, memory = self._known_times().T, self._memory_bytes()
+        return RankColumns(np.rint(1e6 * times).astype(int).tolist(), memory.astype(int).tolist())
 
     def spread(self, shares: tuple[int, int]) -> RankSpread:
         """Return the times of all ranks, summed up; `shares` are the smallest and the largest."""
-        table = self._table()
-        busy_s = table[_DATA] + table[_COMPUTE] + table[_OPTIMIZER] + table[_COMPILE]
-        busiest, waits_least = int(busy_s.argmax()), int((table[_WAIT] + table[_COMM]).argmin())
-        mean, most = np.add.reduce(table, axis=1) / len(busy_s), np.maximum.reduce(table, axis=1)
-        rows: list[list[Any]] = [mean.tolist(), most.tolist(), *table[:, (busiest, waits_least, 0)].T.tolist()]
-        for row in rows:
-            row[-1] = int(row[-1])  # bytes
+        columns, memory = self._known_times().T, self._memory_bytes()  # a contiguous row for each segment
+        num_ranks = len(memory)
+        busy_s = columns[_DATA] + columns[_COMPUTE]
+        busy_s += columns[_OPTIMIZER]
+        busy_s += columns[_COMPILE]
+        busiest, waits_least = int(busy_s.argmax()), int((columns[_WAIT] + columns[_COMM]).argmin())
+        mean, most = np.add.reduce(columns, axis=1) / num_ranks, np.maximum.reduce(columns, axis=1)
+        rows: list[list[Any]] = [
+            [*mean.tolist(), int(np.add.reduce(memory) / num_ranks)],
+            [*most.tolist(), self.most_memory_bytes],
+            *[[*columns[:, rank].tolist(), int(memory.item(rank))] for rank in (busiest, waits_least, 0)],
+        ]
         times = [RankTimes(*row) for row in rows]
         return RankSpread(
-            num_ranks=len(busy_s),
+            num_ranks=num_ranks,
             shares=shares,
             least_busy_s=busy_s.item(busy_s.argmin()),
             mean=times[0],
@@ -201,14 +217,8 @@ class StepStats:
         num_ranks = len(times) if self._reports is None else len(self._reports)
         return times if len(times) == num_ranks else np.zeros((num_ranks, len(SEGMENTS)))
 
-    def _table(self) -> NDArray[np.float64]:
-        """Return the seconds of all ranks by segment, then their memory, shape ``(len(SEGMENTS) + 1, num_ranks)``."""
-        times = self._known_times()
-        table = np.zeros((len(SEGMENTS) + 1, len(times)))
-        table[:-1] = times.T
-        if self._reports is not None:
-            table[-1] = self._reports.values("memory_bytes")
-        return table
+    def _memory_bytes(self) -> NDArray[np.float64]:
+        return np.zeros(self.num_ranks) if self._reports is None else self._reports.values("memory_bytes")
 
     def _first(self) -> dict[str, float]:
         return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))
