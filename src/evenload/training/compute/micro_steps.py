@@ -94,8 +94,7 @@ def run_micro_steps(
         context.statistics.begin(m, idle=micro.idle)
         seed(context, batch, call_index, m, column)
         with torch.enable_grad():
-            with context.precision.autocast():
-                result = read_result(loss_fn(micro.data), on_device=sums.on_device)
+            result = read_result(context.precision.run(loss_fn, micro.data), on_device=sums.on_device)
             if result.weight is None and not micro.idle:
                 context.check_unweighted(micro.data, result.loss)
             weight: torch.Tensor | float = 0.0

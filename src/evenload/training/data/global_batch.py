@@ -36,7 +36,7 @@ class GlobalBatch:
         on_replan: Callable[[], None],
         reading: ReadSettings,
         first: CopiedAhead | None = None,
-        copy_next: Callable[[], None] = lambda: None,
+        copy_next: Callable[[], None] | None = None,
     ) -> None:
         """Args:
         ranks: this rank, or all replicas of this process.

@@ -149,7 +149,10 @@ def _index_columns(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | No
     if set(map(type, keys)) != {int}:
         return None
     index = torch.from_numpy(np.array(keys, dtype=np.int64))  # a tensor of a list takes three times as long
-    return [column[index] for column in dataset.tensors]
+    try:
+        return [column.index_select(0, index) for column in dataset.tensors]  # twice as fast
+    except (IndexError, RuntimeError):  # keys below 0, or columns on a GPU
+        return [column[index] for column in dataset.tensors]
 
 
 def pass_through(data: Any) -> Any:

@@ -60,10 +60,10 @@ class LinkAdvice(StepListener):
         for line in self.opening():
             self._context.recorder.event("link", line, **(asdict(link) if link is not None else {}))
 
-    def on_trained(self, step: Step, usual: bool) -> None:
+    def on_trained(self, step: Step) -> None:
         context = self._context
         link = context.link.link if context.link is not None else None
-        if not usual or context.link is None or link is None or len(self._computed_s) == _NUM_STEPS:
+        if link is None or len(self._computed_s) == _NUM_STEPS or not step.stats.is_usual:
             return
         if (timed := step.stats.timed) is None:
             return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ OWN_TIMES, NO_TIMES, TIMES_OF_FIRST = 0.0, 1.0, 2.0
 """Of `RankReport.times_of`: the seconds are those of this step; there are none; they are those of step 0."""
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """One rank's row."""
 
     status: int
@@ -108,6 +107,32 @@ class RankReport:
         if len(names) > limit:
             raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
         return names
+
+
+class Agreed(NamedTuple):
+    """What all ranks do next, from the reports of all."""
+
+    failed: bool
+    """True if the attempt failed on some rank."""
+    stop_requested: bool
+    """True if some rank received a request to stop."""
+    has_decision: bool
+    """True if rank 0 has a decision to send."""
+    elapsed_s: float
+    """Rank 0's."""
+    membership: int
+    """The newest that all ranks have received."""
+    has_times: bool
+    """True if the seconds are those of this step, on all ranks."""
+
+
+class ReportSums(NamedTuple):
+    """Sums over ranks."""
+
+    units: float
+    loss_sum: float
+    same_touched: bool
+    has_zero: bool
 
 
 class Reports(Sequence[RankReport]):
@@ -203,10 +228,29 @@ class Reports(Sequence[RankReport]):
         """Return the least of a field of all ranks, none of which is NaN."""
         return self._lowest[COLUMNS[name]]
 
+    @functools.cached_property
+    def agreed(self) -> Agreed:
+        return Agreed(
+            failed=self.any("status") and any(status not in (OK, AWAY) for status in self.column("status")),
+            stop_requested=self.any("stop_requested"),
+            has_decision=self.first("has_decision") > 0,
+            elapsed_s=self.first("elapsed_s"),
+            membership=int(self.least("membership")),
+            has_times=not self.any("times_of"),  # OWN_TIMES of all ranks
+        )
+
+    def sums(self) -> ReportSums:
+        """Add up what the ranks computed; StepError if some weight their losses and others do not."""
+        if not self.is_same("weighted"):
+            weighted = ", ".join(str(rank) for rank, flag in enumerate(self.flags("weighted")) if flag)
+            raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
+        units, loss_sum = exact_sum(self.column("units")), exact_sum(self.column("loss_sum"))
+        return ReportSums(units, loss_sum, self.is_same("touched_key"), self.any("has_zero"))
+
     @property
-    def failed(self) -> bool:
-        """True if the attempt failed on some rank."""
-        return self.any("status") and any(status not in (OK, AWAY) for status in self.column("status"))
+    def delays_s(self) -> NDArray[np.float64] | None:
+        """Seconds in which each rank waited for a CPU that others had; None of a rank that is alone."""
+        return self.values("delay_s")
 
     @functools.cached_property
     def _lowest(self) -> list[float]:
@@ -234,8 +278,12 @@ class OwnReport(Reports):
     """The report of a rank that is alone: it was never a row."""
 
     def __init__(self, report: RankReport) -> None:
-        self.names = tuple(report.metric_names())
-        self._report = report
+        self.names = tuple(report.metric_names()) if report.metrics else ()
+        self._report = own = report
+        failed, has_times = own.status not in (OK, AWAY), own.times_of == OWN_TIMES
+        self.agreed = Agreed(
+            failed, own.stop_requested, own.has_decision, own.elapsed_s, int(own.membership), has_times
+        )
 
     def __len__(self) -> int:
         return 1
@@ -286,9 +334,13 @@ class OwnReport(Reports):
     def least(self, name: str) -> float:
         return getattr(self._report, name) or 0.0
 
+    def sums(self) -> ReportSums:
+        own = self._report
+        return ReportSums(own.units, own.loss_sum, True, own.has_zero)
+
     @property
-    def failed(self) -> bool:
-        return self._report.status not in (OK, AWAY)
+    def delays_s(self) -> None:
+        return None
 
 
 NO_REPORTS = Reports(np.empty((0, CAPACITY)))
@@ -307,6 +359,14 @@ def read_table(table: NDArray[np.float64], names: Sequence[str], *, measured: bo
     if len(present) < len(statuses) and _checksum(names) not in keys:
         return Reports(table, (), measured=measured)  # this rank is away, and has never seen these metrics
     return reports
+
+
+def exact_sum(terms: Sequence[float]) -> float:
+    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
 
 
 def _checksum(names: Sequence[str]) -> float:

@@ -33,3 +33,10 @@ def second_loop(*, same_loader: bool) -> StepError:
         "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
         "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
     )
+
+
+def not_a_function(value: object) -> StepError:
+    return StepError(
+        f"step.backward received a {type(value).__name__}; pass the function itself, without calling it: "
+        "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
+    )

@@ -173,7 +173,7 @@ class AsyncStrategy:
         own: list[LocalResult] = []
 
         def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
-            own[:] = [replace(result, seconds=self._clock.take()) for result in results]
+            own[:] = [result._replace(seconds=self._clock.take()) for result in results]
             return call.exchange(own)
 
         before = self._buffers.save()
