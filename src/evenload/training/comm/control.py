@@ -178,7 +178,7 @@ class Control:
     @property
     def is_alone(self) -> bool:
         """True if no other rank takes part in an exchange."""
-        return self._groups.generation.control is None
+        return self._groups.control is None
 
     @property
     def is_barred(self) -> bool:

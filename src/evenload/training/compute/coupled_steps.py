@@ -75,8 +75,7 @@ def run_steps(
         run_micro_steps(
             context, batch, loss_fn, sums, backward, column=column, call_index=call_index, last_units=last_units
         )
-    if batch.copy_next is not None:
-        batch.copy_next()
+    batch.copy_next()
 
 
 def exchange_rows(plan: StepPlan, loss_fn: LossFn) -> list[Sequence[int]]:

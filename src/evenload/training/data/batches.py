@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ _TENSOR = {torch.Tensor}
 _IS_CPU = attrgetter("is_cpu")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One rank's part of one micro-batch, on its device."""
 
     data: Any

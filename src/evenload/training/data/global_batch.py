@@ -36,7 +36,7 @@ class GlobalBatch:
         on_replan: Callable[[], None],
         reading: ReadSettings,
         first: CopiedAhead | None = None,
-        copy_next: Callable[[], None] | None = None,
+        copy_next: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         ranks: this rank, or all replicas of this process.
@@ -90,6 +90,8 @@ class GlobalBatch:
         if (low, high) not in self._held:
             self._held[low, high] = self._read(low, high)
         device = device or self._device
+        if device.type == "cpu":
+            return MicroBatch(move(self._held[low, high], device), num_samples, num_samples == 0)
         if self._first is not None and (self._first.span, self._device) == ((low, high), device):
             copy, self._first = self._first.copy, None  # once: the user's code may change the tensors
         else:

@@ -319,7 +319,7 @@ class GlobalLoader:
                 revised = planner.revision()
                 plan = plan_of(place)
                 number = place.number if isinstance(place, BatchPlace) else None
-                batch = self._batch(plan, read, on_replan, ahead, copy_next if copies else None, number)
+                batch = self._batch(plan, read, on_replan, ahead, copy_next if copies else lambda: None, number)
                 ahead = None
                 if changed or revised != revision:
                     revision = revised
@@ -369,7 +369,7 @@ class GlobalLoader:
         read: Callable[[int, int], Any],
         on_replan: Callable[[], None],
         first: CopiedAhead | None = None,
-        copy_next: Callable[[], None] | None = None,
+        copy_next: Callable[[], None] = lambda: None,
         number: int | None = None,
     ) -> GlobalBatch:
         if number is None:

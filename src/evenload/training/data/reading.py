@@ -8,8 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ from evenload.training.data.tuning import ReadSettings
 _WORKER_NICENESS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTask:
+class ReadTask(NamedTuple):
     """Samples to read and collate together."""
 
     epoch: int

@@ -9,7 +9,6 @@ user's parameters to the gradient of the global batch. Micro-batches, reducers a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -76,11 +75,10 @@ ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
 """Of one backward of replica threads: own_s and cpu_s of each replica, together_s, in_turns."""
 
 
-@dataclass(frozen=True)
-class BackwardCall:
+class BackwardCall(NamedTuple):
     """One attempt of a `step.backward`, besides its plan, batch and loss function."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     """Index of the call within its step."""
     last_units: float | None
     """N of the same call in the last step, if there was one."""

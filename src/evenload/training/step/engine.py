@@ -246,8 +246,7 @@ class Engine:
             return self._agree(attempt, results)
 
         stats, planner = attempt.stats, attempt.planner
-        # A rank without peers need not look, nor one that stays anyway.
-        looks = self._groups.world_size > 1 and not self.stays_because
+        looks = self._groups.world_size > 1 and not self.stays_because  # a rank that stays anyway need not look
         num_collectives = user_collectives(self._groups.own_groups) if looks else 0
         call = BackwardCall(
             index=stats.calls,
@@ -395,8 +394,7 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        names = reports.names if travelled else ()
-        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in names} if names else {}
+        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in reports.names if travelled}
         try:
             self.totals.take(stats, batch.global_step, result, metrics, reports if travelled else NO_REPORTS)
         except EvenloadError:

@@ -44,6 +44,8 @@ SECONDS = slice(_FIXED, _TIMES_END)
 """Columns of the seconds of each segment."""
 COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 """Name of a field -> its column."""
+_FEW_RANKS = 8
+"""So many rows Python compares faster than numpy."""
 MAX_METRICS = CAPACITY - _TIMES_END
 OWN_TIMES, NO_TIMES, TIMES_OF_FIRST = 0.0, 1.0, 2.0
 """Of `RankReport.times_of`: the seconds are those of this step; there are none; they are those of step 0."""
@@ -172,13 +174,15 @@ class Reports(Sequence[RankReport]):
 
     def column(self, name: str) -> list[float]:
         """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
+        if len(self.table) <= _FEW_RANKS and (index := COLUMNS[name]) < _FIXED:
+            return [row[index] for row in self._rows]
         values: list[float] = self.values(name).tolist()
         return values
 
     def values(self, name: str) -> NDArray[np.float64]:
         """Return what `column` does, as an array."""
         index = COLUMNS[name]
-        return self._columns[index] if index < _FIXED else self.table[:, index]
+        return self._columns[index] if index < _FIXED and len(self.table) > _FEW_RANKS else self.table[:, index]
 
     def metric(self, name: str) -> list[float]:
         values: list[float] = self.table[:, _TIMES_END + self.names.index(name)].tolist()
@@ -204,7 +208,7 @@ class Reports(Sequence[RankReport]):
     def flags(self, name: str) -> list[bool]:
         if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
             return [self.first(name) != 0] * len(self)
-        values: list[bool] = (self._columns[COLUMNS[name]] != 0).tolist()
+        values: list[bool] = (self.values(name) != 0).tolist()
         return values
 
     def first(self, name: str) -> float:
@@ -254,24 +258,28 @@ class Reports(Sequence[RankReport]):
 
     @functools.cached_property
     def _lowest(self) -> list[float]:
-        return self._reduced(np.minimum)
+        return self._reduced(np.minimum, min)
 
     @functools.cached_property
     def _highest(self) -> list[float]:
-        return self._reduced(np.maximum)
+        return self._reduced(np.maximum, max)
 
     @functools.cached_property
     def _columns(self) -> NDArray[np.float64]:
         # A row for each field: of many ranks every pass over a column of the table takes as long as this copy.
         return np.ascontiguousarray(self.table[:, :_TIMES_END].T)
 
-    def _reduced(self, operation: np.ufunc) -> list[float]:
-        if len(self.table) > 1:
+    def _reduced(self, operation: np.ufunc, of_few: Callable[..., float]) -> list[float]:
+        if len(self.table) > _FEW_RANKS:
             with np.errstate(invalid="ignore"):  # a loss may be NaN
                 reduced: list[float] = operation.reduce(self._columns[:_FIXED], axis=1).tolist()
             return reduced
-        first: list[float] = self.table[0, :_FIXED].tolist()
-        return first
+        return list(map(of_few, *self._rows)) if len(self._rows) > 1 else self._rows[0]
+
+    @functools.cached_property
+    def _rows(self) -> list[list[float]]:
+        rows: list[list[float]] = self.table[:, :_TIMES_END].tolist()
+        return rows
 
 
 class OwnReport(Reports):
