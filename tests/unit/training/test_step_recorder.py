@@ -61,7 +61,8 @@ def test_longer_steps_are_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("hour")
 def test_a_rank_that_takes_over_writes_the_steps_that_the_other_had_not(tmp_path: Path) -> None:
-    first, second = StepRecorder(Recorder(tmp_path), True), StepRecorder(None, False)
+    killed = Recorder(tmp_path)
+    first, second = StepRecorder(killed, True), StepRecorder(None, False)
     for index in range(6):
         for recorder in (first, second):
             end_step(recorder, index)
@@ -70,3 +71,4 @@ def test_a_rank_that_takes_over_writes_the_steps_that_the_other_had_not(tmp_path
     end_step(second, 6)
     second.close(ended_well=True)
     assert written(tmp_path) == [*range(7)]
+    killed.close()

@@ -354,6 +354,7 @@ class ReplicaStrategy:
             gone = any(id(slot.param) not in now for slot in reducer.slots)
         if gone or not reducer.fits or (self._frozen and any(p.requires_grad for p in self._frozen)):
             self._build()
+            reducer = self._of()
         if self._groups.gradients is None:
             self._added = {}
         elif not call.may_expect:
@@ -362,8 +363,8 @@ class ReplicaStrategy:
             self._added = {}
         elif call.index == 0 and self._arrivals.order and not self._is_ordered:
             self._is_ordered = True
-            self._of().reorder(self._arrivals.order)
-        return self._of()
+            reducer.reorder(self._arrivals.order)
+        return reducer
 
     def _of(self) -> BucketReducer | LocalReducer:
         if self._reducer is None:

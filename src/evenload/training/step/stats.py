@@ -198,7 +198,7 @@ class StepStats:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._known_times())
+        return len(self._times if self._reports is None else self._reports)
 
     def columns(self) -> RankColumns:
         """Return what `rank_times` does, in columns."""
