@@ -14,10 +14,10 @@ from evenload.training.step import stats as module
 from evenload.training.step.stats import StepRecorder, StepStats
 
 
-def end_step(recorder: StepRecorder, index: int) -> None:
+def end_step(recorder: StepRecorder, index: int, *, at_once: bool = False) -> None:
     stats = StepStats()
     stats.calls, stats.loss = 1, float(index)
-    recorder.step(index, StepPlan(0, 0, index, 0, 4 * index, ((4,),)), stats)
+    recorder.step(index, StepPlan(0, 0, index, 0, 4 * index, ((4,),)), stats, at_once=at_once)
 
 
 def written(folder: Path) -> list[int]:
@@ -42,12 +42,14 @@ def test_short_steps_are_written_together(tmp_path: Path) -> None:
     assert written(tmp_path) == [0]
     recorder.event("any", "something happened", step=3)
     assert written(tmp_path) == [0, 1, 2, 3]
-    end_step(recorder, 4)
+    end_step(recorder, 4, at_once=True)
+    assert written(tmp_path) == [0, 1, 2, 3, 4]
+    end_step(recorder, 5)
     recorder.close(ended_well=False)
     steps = read_steps(tmp_path)
-    assert [step.step for step in steps] == [0, 1, 2, 3, 4] and [step.loss for step in steps] == [0, 1, 2, 3, 4]
+    assert [step.step for step in steps] == [step.loss for step in steps] == [0, 1, 2, 3, 4, 5]
     assert dict(steps[3].metrics) == {"a": 3.0, "b": 5.0}
-    assert [a.time < b.time for a, b in itertools.pairwise(steps)] == [True] * 4, "when they ended"
+    assert [a.time < b.time for a, b in itertools.pairwise(steps)] == [True] * 5, "when they ended"
 
 
 def test_longer_steps_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,8 +295,11 @@ class StepRecorder:
         self._unread_log = UnreadLog(self._write_log) if self._on_device else None
         self._write_ended()
 
-    def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
-        """Record a step whose loop body has ended; one that a device holds a part of waits for the next."""
+    def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "", *, at_once: bool = False) -> None:
+        """Record a step whose loop body has ended; one that a device holds a part of waits for the next.
+
+        `at_once`: a checkpoint holds the step, so no run computes it again if this process is killed.
+        """
         if plan.of is not None and not plan.of.num_samples:
             return  # a batch of an island, whose step another one ends
         now = time.perf_counter()
@@ -307,12 +310,12 @@ class StepRecorder:
         ended = self._ended
         ended.append(_EndedStep(index, plan, stats, arm, now - since, time.time()))
         if self._writes:
-            if now - self._wrote_s >= _WRITE_EVERY_S:
+            if at_once or now - self._wrote_s >= _WRITE_EVERY_S:
                 self._wrote_s, self._thread = now, threading.get_ident()
                 self._write_ended(but_unread=True)
             return
-        # This rank may be the next that writes.
-        while len(ended) > 1 and ended[-1].time - ended[0].time > 3 * _WRITE_EVERY_S:
+        # This rank may be the next that writes. The one that does has begun this step, and so written those before.
+        while len(ended) > 2 and ended[-2].time - ended[0].time > 3 * _WRITE_EVERY_S:
             ended.popleft()
 
     def _write_ended(self, *, but_unread: bool = False) -> None:
