@@ -179,13 +179,15 @@ class Engine:
         generators = randomness.save(self.device, self._other_gpus)
         guard = self.control.take_guard()
         try:
-            loss = self._until_no_rank_is_lost(attempt)
+            try:
+                loss = self._until_no_rank_is_lost(attempt)
+            finally:
+                self.control.guard = guard
+                randomness.put_back(generators)
         except BaseException:
             self.strategy.rollback(together=attempt.failed_together)
             raise
         finally:
-            self.control.guard = guard
-            randomness.put_back(generators)
             self.clock.switch("optimizer")
         stats.body_since_s = time.perf_counter()
         self._longest_s = max(self._longest_s, stats.body_since_s - began_s)
@@ -407,11 +409,9 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        if (
-            self._num_trained != 1
-            or not self.parameters.have_gradients
-            or getattr(self.strategy, "finds_leftovers", False)
-        ):
+        if self._num_trained != 1 or not self.parameters.have_gradients:
+            return
+        if getattr(self.strategy, "finds_leftovers", False):
             return
         if names := self.parameters.nonzero_gradients():
             raise StepError(

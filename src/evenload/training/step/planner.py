@@ -199,6 +199,7 @@ class Planner(StepsInOrder):
 
     def follow_step(self, step: int, plan: StepPlan) -> bool:
         """Note that a step has ended; False if its shares were not decided here, or not for these ranks. All ranks call it."""
+        self._replica_times.clear()
         if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
             return False
         if self._is_guess:
@@ -374,8 +375,7 @@ class Planner(StepsInOrder):
 
     def resize(self, batch_size: int, shares: Shares | None) -> None:
         """Set another global batch between two epochs, on all ranks; without shares in the present proportions."""
-        old = self._balancer
-        self._pending = None
+        old, self._pending = self._balancer, None
         self._restart(batch_size, shares or scale_shares(self.shares, batch_size))
         if old is not None and old.quantum > 1:
             self.coarsen()
