@@ -43,7 +43,7 @@ class ModelParameters:
         self._empty = [members for members in dicts if not members]
         self._known = self._list()
         self._with_gradients: tuple[int, list[nn.Parameter]] | None = None
-        """What `with_gradients` has returned last: they have gradients in most steps."""
+        """The newest result of `with_gradients`: these have gradients in most steps."""
         self.named: dict[str, nn.Parameter] = {}
         """By name; a shared parameter has the first of its names."""
         self.by_model: list[list[nn.Parameter]] = []

@@ -112,7 +112,7 @@ class RankReport(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks do next, from the reports of all."""
+    """Conclusions from the reports of all ranks."""
 
     failed: bool
     """True if the attempt failed on some rank."""
