@@ -18,7 +18,7 @@ from evenload.training.comm import clock
 from evenload.training.step import stats
 
 SOURCE = str(Path(evenload.__file__).parent)
-MOST_CALLS = 100
+MOST_CALLS = 252
 """Of Python functions in a step; `benchmarks small_steps` measures the seconds."""
 AT_TIMES = ("bottleneck.py", "summary.py", "console.py")
 """Files whose calls depend on how long the steps take."""

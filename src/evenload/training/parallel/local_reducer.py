@@ -27,7 +27,7 @@ from evenload.training.parallel.call_gradients import (
 
 _LARGE = 65_536
 """Values of a gradient that is worth a call of its own."""
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _set_grad_enabled = torch._C._set_grad_enabled
 _GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
@@ -50,7 +50,7 @@ class LocalReducer(CallGradients):
             grad_norms.follow(self._held)
         self._device_type = next((param.device.type for param in self._params if param.device.type != "cpu"), "cpu")
         """``cpu`` where all parameters lie in the host's memory."""
-        self._found_inf = torch.zeros(())
+        self._found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         self._zeroed: list[torch.Tensor] = []
         """Gradients that were present, and 0, before this call: new ones are added to them in place."""
         self._looked_at: list[int] = []
