@@ -223,7 +223,7 @@ def _steps(rank: int, num_ranks: int, num_steps: int, folder: Path) -> tuple[dic
         stats.add(reports)
         if reports.first("has_decision"):
             planner.sync_decision(step)
-        if reports.failed:
+        if reports.agreed.failed:
             raise RuntimeError("no attempt fails here")
         planner.may_leave = reports.flags("may_leave")
         if reports.all("state_key"):
@@ -236,6 +236,7 @@ def _steps(rank: int, num_ranks: int, num_steps: int, folder: Path) -> tuple[dic
         marks.append(time.thread_time())
         stats.cost(plan.num_samples)
         step_recorder.step(step, plan, stats)
+        step_recorder.write_waiting()  # a step of so many ranks takes long enough to be written by itself
         marks.append(time.thread_time())
         plan_s, _, rows_s, totals_s, decide_s, record_s = (b - a for a, b in pairwise(marks))
         spent = {

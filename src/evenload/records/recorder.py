@@ -102,7 +102,8 @@ class Recorder:
             logged: dict[str, float] = {}
             if not record.arm:  # steps of a measurement take no metrics
                 logged = self._pending.pop(record.step, {})
-                for earlier in [step for step in self._pending if step < record.step]:
+                # In the order of the steps: many may wait until theirs are written.
+                while self._pending and (earlier := next(iter(self._pending))) < record.step:
                     self._write_late(LateMetrics(earlier, self._pending.pop(earlier)))
                 self._last_step = record.step
             self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))

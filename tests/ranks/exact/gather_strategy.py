@@ -77,7 +77,7 @@ class GatherStrategy:
             p.grad = None
         sums = LossSums()
         try:
-            with batchnorm.active(self._statistics):
+            with batchnorm.Active(self._statistics):
                 run_micro_steps(
                     self._context,
                     batch,

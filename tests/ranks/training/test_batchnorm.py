@@ -131,7 +131,7 @@ def on_ranks(names: list[str], folder: str) -> list[dict[str, torch.Tensor]]:
         x, grad = (t[_own(case, run.rank)].to(run.device, case.dtype) for t in case.tensors())
         x = case.layout(x).requires_grad_()
         statistics.idle = case.idle == run.rank
-        with batchnorm.active(statistics):
+        with batchnorm.Active(statistics):
             y = module(x)
             y.backward(grad)
         for param in module.parameters():
@@ -195,7 +195,7 @@ def penalty_on_ranks(folder: str) -> dict[str, torch.Tensor]:
     own = _own(case, run.rank)
     x = x[own].detach().requires_grad_()
     statistics.idle = case.idle == run.rank
-    with batchnorm.active(statistics):
+    with batchnorm.Active(statistics):
         loss = _penalty(module, x, weight[own])
         (loss * 0 if statistics.idle else loss).backward()
     for param in module.parameters():
@@ -236,7 +236,7 @@ def too_few_values(folder: str) -> str:
     batchnorm.convert(module)
     statistics.idle = run.rank == 1
     try:
-        with batchnorm.active(statistics):
+        with batchnorm.Active(statistics):
             module(torch.randn(1, 4))
     except (ValueError, EvenloadError) as error:
         return str(error)

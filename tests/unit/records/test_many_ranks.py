@@ -57,7 +57,7 @@ def write_run(folder: Path, data_s: float = 0.001, slow_s: float = 0.5) -> None:
         stats.calls, stats.loss = 1, 1.0 / (step + 1)
         stats.begun_s -= 0.6
         steps.step(step, StepPlan(0, 0, step, 0, step * BATCH, (tuple(shares),)), stats)
-    recorder.close()
+    steps.close(ended_well=True)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ class Ranks:
             seconds, times_of = dict.fromkeys(SEGMENTS, 0.0), OWN_TIMES
             if own_s is not None:
                 seconds, times_of = late.add(batch, self.planner, stats, _times(own_s), compiled=index == 0)
-            fields = dict.fromkeys(RankReport.__dataclass_fields__, 0.0) | {"seconds": seconds, "times_of": times_of}
+            fields = dict.fromkeys(RankReport._fields, 0.0) | {"seconds": seconds, "times_of": times_of}
             rows.append(RankReport(**{**fields, "metrics": {}, "touched": (), "squared_norm": None}).row())  # type: ignore[arg-type]
         reports: Reports = read_table(np.array(rows), ())
         for late, stats in zip(self.late, self.stats, strict=True):

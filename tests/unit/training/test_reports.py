@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from evenload.errors import DesyncError, StepError
 from evenload.training.comm.clock import SEGMENTS, ProcessorDelay, Segment
 from evenload.training.parallel.strategy import AWAY, OK, RAISED
-from evenload.training.step.exchange import check_trained, total, totals_of
-from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
+from evenload.training.step.exchange import check_trained, totals_of
+from evenload.training.step.report import OwnReport, RankReport, Reports, exact_sum, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -64,7 +63,7 @@ def test_columns_hold_what_each_rank_reported(num_ranks: int) -> None:
     totals = totals_of(reports, 1)
     units = math.fsum(one.units for one in sent)
     assert (totals.units, totals.loss) == (units, math.fsum(one.loss_sum for one in sent) / units)
-    assert totals.same_touched and not reports.failed
+    assert totals.same_touched and not reports.agreed.failed
 
 
 def test_the_report_of_a_rank_alone_reads_like_its_row() -> None:
@@ -77,7 +76,7 @@ def test_the_report_of_a_rank_alone_reads_like_its_row() -> None:
         assert alone.is_same(name) and row.is_same(name)
     assert alone.metric("b") == row.metric("b") and (alone.seconds == row.seconds).all()
     assert totals_of(alone, 1) == totals_of(row, 1)
-    assert OwnReport(report(random.Random(5), status=RAISED)).failed and not alone.failed
+    assert OwnReport(report(random.Random(5), status=RAISED)).agreed.failed and not alone.agreed.failed
     with pytest.raises(StepError, match="at most"):
         OwnReport(report(random.Random(5), metrics=tuple(map(str, range(80)))))
 
@@ -97,7 +96,7 @@ def test_a_delay_is_what_made_the_step_longer(
     rng, stats = random.Random(0), StepStats()
     sent = [report(rng, delay_s=delay_s) for delay_s in delays_s]
     times: dict[Segment, float] = dict.fromkeys(SEGMENTS, 0.0)
-    stats.add(read([replace(one, seconds={**times, "compute": s}) for one, s in zip(sent, compute_s, strict=True)]))
+    stats.add(read([one._replace(seconds={**times, "compute": s}) for one, s in zip(sent, compute_s, strict=True)]))
     assert stats.delay_s == pytest.approx(expected)
 
 
@@ -133,7 +132,9 @@ def test_a_loss_that_is_not_finite_stays_so() -> None:
     rng = random.Random(1)
     reports = read([report(rng), report(rng, loss_sum=math.nan)])
     assert math.isnan(totals_of(reports, 1).loss)
-    assert total([math.inf, -math.inf]) != total([math.inf, -math.inf]) and total([1e308, 1e308]) == math.inf
+    assert (
+        exact_sum([math.inf, -math.inf]) != exact_sum([math.inf, -math.inf]) and exact_sum([1e308, 1e308]) == math.inf
+    )
 
 
 def test_ranks_that_differ_are_named() -> None:
@@ -152,7 +153,7 @@ def test_ranks_that_differ_are_named() -> None:
 def test_a_rank_that_failed_or_is_away_need_not_know_the_metrics() -> None:
     rng = random.Random(3)
     failed = read([report(rng), report(rng, metrics=(), status=RAISED)])
-    assert failed.failed and failed.column("status") == [OK, RAISED]
+    assert failed.agreed.failed and failed.column("status") == [OK, RAISED]
     away = read([report(rng), report(rng, metrics=(), status=AWAY)], names=())
-    assert away.names == () and not away.failed
+    assert away.names == () and not away.agreed.failed
     assert read([report(rng), report(rng, metrics=(), status=AWAY)]).names == ("a", "b")

@@ -21,8 +21,8 @@ class AdaptiveBatch(StepListener):
     growth: BatchGrowth
     rates: RateFollower
 
-    def on_trained(self, step: Step, usual: bool) -> None:
-        self.growth.observe(step.stats, usual)
+    def on_trained(self, step: Step) -> None:
+        self.growth.observe(step.stats, step.stats.is_usual)
 
 
 def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int) -> AdaptiveBatch | None:

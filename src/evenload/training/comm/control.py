@@ -7,8 +7,7 @@ which lists what each does: a `break` on one rank is an error, never a hang.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -126,17 +125,16 @@ class Control:
         guard = self.guard
         if guard is None:
             return collective()
-        with self.unguarded():
-            return guard(collective)  # type: ignore[return-value]
-
-    @contextmanager
-    def unguarded(self) -> Iterator[None]:
-        """Let a lost rank be an error while the body runs, which deals with it."""
-        guard, self.guard = self.guard, None
+        self.guard = None
         try:
-            yield
+            return guard(collective)  # type: ignore[return-value]
         finally:
             self.guard = guard
+
+    def take_guard(self) -> Guard | None:
+        """Let a lost rank be an error, which the caller deals with, until it sets `guard` again to what this returns."""
+        guard, self.guard = self.guard, None
+        return guard
 
     def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
         """Exchange values and return those of all ranks, by rank; errors as in `exchange_table`."""
@@ -181,6 +179,11 @@ class Control:
     def is_alone(self) -> bool:
         """True if no other rank takes part in an exchange."""
         return self._groups.control is None
+
+    @property
+    def is_barred(self) -> bool:
+        """True if an exchange of a rank that is alone may be an error; see `check_open`."""
+        return self.apart or self._groups.closed
 
     def check_open(self, operation: Operation) -> None:
         """Raise StepError or LaunchError if the run is over, or the ranks are apart."""

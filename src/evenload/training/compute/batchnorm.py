@@ -5,15 +5,14 @@ torch's SyncBatchNorm computes the same on GPUs only. A module keeps its identit
 attached, so `state_dict` keys and `isinstance` do not change, and `restore` sets the user's class again. It is pickled as
 the user's class, and a copy of it shares statistics too. batchnorm_kernels.py has the arithmetic.
 
-The process groups are not attributes of a module, since a deepcopy would raise; `active` sets them during a step.
+The process groups are not attributes of a module, since a deepcopy would raise; `Active` sets them during a step.
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,15 +67,21 @@ class Statistics:
 _current: Statistics | None = None
 
 
-@contextmanager
-def active(statistics: Statistics) -> Iterator[None]:
-    """Share the statistics of attached BatchNorm modules in training mode while the body runs."""
-    global _current
-    before, _current = _current, statistics
-    try:
-        yield
-    finally:
-        _current = before
+class Active:
+    """Shares the statistics of attached BatchNorm modules in training mode while a `with` body runs."""
+
+    __slots__ = ("_before", "_statistics")
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def __enter__(self) -> None:
+        global _current
+        self._before, _current = _current, self._statistics
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before
 
 
 class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -62,7 +62,8 @@ class BufferGuard:
         """Note which buffers the attempt changed. The copies stay until the next `save`: its gradients may never be used."""
         if self._changing is None:
             self._changing = set()
-        self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
+        if self._saved:
+            self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
 
     def drop(self) -> None:
         self._saved = []

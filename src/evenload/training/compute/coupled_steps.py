@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class _CoupledSteps:
                 f"step {self._batch.global_step}: batch_loss returned a weight of 0, so its mean is undefined"
             )
         # The whole batch's mean is the step's, over whatever units.
-        return replace(result, weight=None)
+        return result._replace(weight=None)
 
     def _root(self, encoded: _Encoded, everyone: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what to run the backward of a micro-batch from."""

@@ -18,6 +18,7 @@ from evenload.training.compute.weighting import LossResult, nominal_units, read_
 from evenload.training.data.global_batch import GlobalBatch
 
 LossFn = Callable[[Any], Any]
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class BackwardPass(Protocol):
@@ -93,9 +94,10 @@ def run_micro_steps(
         micro = batch.micro(m, column, context.device)
         context.statistics.begin(m, idle=micro.idle)
         seed(context, batch, call_index, m, column)
-        with torch.enable_grad():
-            with context.precision.autocast():
-                result = read_result(loss_fn(micro.data), on_device=sums.on_device)
+        had_grad = torch.is_grad_enabled()
+        _set_grad_enabled(True)  # by `torch.enable_grad` it takes five calls of Python
+        try:
+            result = read_result(context.precision.run(loss_fn, micro.data), on_device=sums.on_device)
             if not micro.idle:
                 context.check_weight(micro.data, result.loss, result.weight)
             weight: torch.Tensor | float = 0.0
@@ -117,6 +119,8 @@ def run_micro_steps(
             else:
                 without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
                 backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
+        finally:
+            _set_grad_enabled(had_grad)
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
             context.grad_norms.first_micro(sums.units)

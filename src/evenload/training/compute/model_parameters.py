@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 _GRAD = operator.attrgetter("grad")
+_IS_SET = operator.is_not
 
 
 class ModelParameters:
@@ -41,6 +42,8 @@ class ModelParameters:
         self._dicts = [members for members in dicts if members]
         self._empty = [members for members in dicts if not members]
         self._known = self._list()
+        self._with_gradients: tuple[int, list[nn.Parameter]] | None = None
+        """The newest result of `with_gradients`: these have gradients in most steps."""
         self.named: dict[str, nn.Parameter] = {}
         """By name; a shared parameter has the first of its names."""
         self.by_model: list[list[nn.Parameter]] = []
@@ -53,7 +56,15 @@ class ModelParameters:
 
     def with_gradients(self, most: int) -> list[nn.Parameter]:
         """Return up to `most` parameters of each model that have a gradient."""
+        if (
+            (usual := self._with_gradients)
+            and usual[0] == most
+            and all(map(_IS_SET, map(_GRAD, usual[1]), repeat(None)))
+        ):
+            return usual[1]
         found = [p for params in self.by_model for p in islice((p for p in params if p.grad is not None), most)]
+        if len(self.by_model) == 1 and len(found) == min(most, len(self.by_model[0])):
+            self._with_gradients = most, found
         if not found and self.has_changed:
             self.read()
             return self.with_gradients(most)

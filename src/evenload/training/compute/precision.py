@@ -7,6 +7,7 @@ decide the same because they check the reduced gradient. Scales are powers of tw
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ class Precision:
         self._good_steps = 0
 
     growth_interval_steps = 2000
+
+    def run(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """Return ``function(value)``, computed in this precision."""
+        if self.name == "no":
+            return function(value)
+        with self.autocast():
+            return function(value)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.name == "no":

@@ -60,20 +60,27 @@ def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
     restore({**state, "numpy": None if numpy_state is None else tuple(numpy_state)}, device)
 
 
+def save(device: torch.device, others: Sequence[torch.device] = ()) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
+    """Return the state of the generators for `put_back`. `others`: see `other_gpus`."""
+    gpus = [_cuda_generator(gpu) for gpu in (device, *others) if gpu.type == "cuda"]
+    return _saver.save(), [(generator, generator.get_state()) for generator in gpus]
+
+
+def put_back(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
+    """Restore what `save` returned."""
+    _saver.restore(saved[0])
+    for generator, state in saved[1]:
+        generator.set_state(state)
+
+
 @contextmanager
 def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iterator[None]:
     """Restore the generators after the body. `others`: see `other_gpus`."""
-    state = _saver.save()
-    own = _cuda_generator(device).get_state() if device.type == "cuda" else None
-    other_states = [_cuda_generator(other).get_state() for other in others]
+    saved = save(device, others)
     try:
         yield
     finally:
-        _saver.restore(state)
-        if own is not None:
-            _cuda_generator(device).set_state(own)
-        for other, other_state in zip(others, other_states, strict=True):
-            _cuda_generator(other).set_state(other_state)
+        put_back(saved)
 
 
 def other_gpus(models: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,12 @@ from evenload.errors import ConfigError, StepError
 IGNORED_LABEL = -100
 
 
-@dataclass(frozen=True)
-class LossResult:
+class LossResult(NamedTuple):
     loss: torch.Tensor
     """Scalar with a graph: the mean over the micro-batch's units."""
     weight: float | torch.Tensor | None
     """Units that the loss is a mean over; None: samples. A tensor beside the loss, where it was to be left on the device."""
-    metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+    metrics: Mapping[str, torch.Tensor | float] = MappingProxyType({})
 
 
 def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
@@ -136,7 +135,7 @@ def _scalar_loss(loss: Any) -> torch.Tensor:
             "the loss does not depend on any trainable parameter; was it computed under torch.no_grad, detached, or are "
             "all parameters frozen?"
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _weight(weight: Any, loss: torch.Tensor, on_device: bool) -> float | torch.Tensor:

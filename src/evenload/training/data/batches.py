@@ -9,15 +9,17 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+_TENSOR = {torch.Tensor}
+_IS_CPU = attrgetter("is_cpu")
 
-@dataclass(frozen=True)
-class MicroBatch:
+
+class MicroBatch(NamedTuple):
     """One rank's part of one micro-batch, on its device."""
 
     data: Any
@@ -48,6 +50,13 @@ def move(batch: Any, device: torch.device, kept: frozenset[int] = frozenset()) -
     Copies from pinned memory to a GPU are asynchronous. On the CPU the tensors are the same objects; the containers are new,
     so that `batch.pop("labels")` does no harm when the code runs again. Tensors whose ids are in `kept` stay where they are.
     """
+    if (
+        device.type == "cpu"
+        and type(batch) in (list, tuple)
+        and set(map(type, batch)) == _TENSOR
+        and all(map(_IS_CPU, batch))
+    ):
+        return type(batch)(batch)  # the usual batch, without a call for each part
     asynchronous = device.type == "cuda"
 
     def one(leaf: Any) -> Any:

@@ -46,9 +46,21 @@ class Cursor:
 
     def after(self, step: int, low: int, high: int) -> Cursor:
         """Return the position once this step of the epoch is committed, with the samples ``[low, high)`` of its order."""
+        if low == self.position and not self.ahead:  # in order, as usual; `replace` would take three times as long
+            return Cursor(
+                self.epoch,
+                step + 1,
+                high,
+                self.global_step + 1,
+                self.samples_total + high - low,
+                self.seed,
+                self.epoch_samples,
+                self.order_key,
+                self.generators,
+            )
         ahead = {**dict(self.ahead), step: high - low}
         done, position = self.step, self.position
-        if low == position:  # in order, as usual
+        if low == position:
             del ahead[step]
             done, position = step + 1, high
         while done in ahead:

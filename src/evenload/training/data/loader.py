@@ -171,17 +171,18 @@ class GlobalLoader:
 
     def commit(self, batch: GlobalBatch) -> int:
         """Count a step, once for each and before the next batch is requested, else StepError; return the steps of the job."""
-        if batch.epoch != self._cursor.epoch:
+        plan = batch.plan
+        if plan.epoch != self._cursor.epoch:
             raise StepError(
-                f"step {batch.epoch_step} of epoch {batch.epoch} was committed when the loader was in epoch "
+                f"step {plan.step} of epoch {plan.epoch} was committed when the loader was in epoch "
                 f"{self._cursor.epoch}; commit each step before requesting the next"
             )
         if self._committed is not None and self._committed() is batch:
-            raise StepError(f"step {batch.epoch_step} of epoch {batch.epoch} was committed twice")
+            raise StepError(f"step {plan.step} of epoch {plan.epoch} was committed twice")
         self._committed = weakref.ref(batch)
         self._begun = True
-        if (of := batch.plan.of) is None:
-            self._cursor = self._cursor.after(batch.epoch_step, batch.plan.start, batch.plan.start + batch.num_samples)
+        if (of := plan.of) is None:
+            self._cursor = self._cursor.after(plan.step, plan.start, plan.start + plan.num_samples)
             return 1
         now, num_steps = self._cursor, of.step - self._cursor.step
         totals = {"global_step": now.global_step + num_steps, "samples_total": now.samples_total + of.num_samples}

@@ -110,7 +110,7 @@ class _Source:
     keys: Callable[[int, int], list[Any]] = lambda low, high: []
 
     def task(self, span: Span) -> ReadTask:
-        low, high = ((self.first_unit + end) * self.unit for end in span)
+        low, high = (self.first_unit + span[0]) * self.unit, (self.first_unit + span[1]) * self.unit
         return ReadTask(self.epoch, low, tuple(self.keys(low, high)))
 
 
@@ -164,6 +164,8 @@ class MapReader:
     @property
     def reading(self) -> ReadSettings:
         """The settings of the loader with the most workers."""
+        if len(self._sources) == 1:
+            return self._sources[0].prefetcher.reading
         return max((source.prefetcher.reading for source in self._sources), key=lambda reading: reading.num_workers)
 
     def begin(
@@ -201,8 +203,11 @@ class MapReader:
 
     def get(self, span: Span) -> Any:
         """Return the collated samples at these positions; of several loaders a tuple."""
-        parts = [source.prefetcher.get(source.task(span)) for source in self._sources]
-        data = tuple(parts) if self._is_joint else parts[0]
+        if self._is_joint:
+            data: Any = tuple([source.prefetcher.get(source.task(span)) for source in self._sources])
+        else:
+            source = self._sources[0]
+            data = source.prefetcher.get(source.task(span))
         if self._measures_pinning:
             self._measure_pinning(data)
         return data

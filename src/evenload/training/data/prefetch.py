@@ -235,7 +235,7 @@ class Prefetcher:
             self._live[task.span] = serial
         if self._cancelled is not None:
             self._cancelled[serial % len(self._cancelled)] = 0
-        return dataclasses.replace(task, serial=serial)
+        return task._replace(serial=serial)
 
     def _pop_ahead(self) -> ReadTask:
         task = self._peek() or _EMPTY

@@ -80,61 +80,63 @@ class FastSaver:
 
     def save(self) -> tuple[Any, ...]:
         """Return the state for `restore`."""
-        return torch.default_generator.get_state(), _save_python(), self._save_numpy()
+        memory = _python_memory()
+        python = random.getstate() if memory is None else (bytes(memory), random._inst.gauss_next)  # type: ignore[attr-defined]
+        return torch.default_generator.get_state(), python, self._save_numpy()
 
     def restore(self, state: tuple[Any, ...]) -> None:
         torch.default_generator.set_state(state[0])
-        _restore_python(state[1])
+        if (memory := _python_memory()) is None:
+            random.setstate(state[1])
+        else:
+            memory[:], random._inst.gauss_next = state[1]  # type: ignore[attr-defined]
         if state[2] is None:
             return
         numpy = sys.modules["numpy"]
-        address = _twister_address()
-        if state[2] is not self._numpy_state or not address or state[2][_HAS_GAUSS]:
+        memory = _twister_memory()
+        if state[2] is not self._numpy_state or memory is None or state[2][_HAS_GAUSS]:
             numpy.random.set_state(state[2])
             return
         numpy.random.seed(0)  # forgets a deviate held back
-        ctypes.memmove(address, self._words, _TWISTER_BYTES)
+        memory[:] = self._words
 
     def _save_numpy(self) -> Any:
         if (numpy := sys.modules.get("numpy")) is None:
             return None
-        address = _twister_address()
-        words = ctypes.string_at(address, _TWISTER_BYTES) if address else b""
-        state = self._numpy_state
-        if not address or state is None or words != self._words or state[_HAS_GAUSS]:
-            self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(address))
+        memory, state = _twister_memory(), self._numpy_state
+        words = b"" if memory is None else bytes(memory)  # compared by value, a view takes ten times as long
+        if not words or state is None or words != self._words or state[_HAS_GAUSS]:
+            self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(words))
         return self._numpy_state
 
 
-def _save_python() -> tuple[Any, ...]:
-    if address := _python_address():
-        return ctypes.string_at(address, _TWISTER_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
-    return random.getstate()
-
-
-def _restore_python(state: tuple[Any, ...]) -> None:
-    if address := _python_address():
-        ctypes.memmove(address, state[0], _TWISTER_BYTES)
-        random._inst.gauss_next = state[1]  # type: ignore[attr-defined]
-    else:
-        random.setstate(state)
-
-
 @functools.cache
-def _python_address() -> int:
-    """Return the address of the position and words of Python's generator; 0 where they don't lie behind the object's head."""
+def _python_memory() -> memoryview | None:
+    """Return the position and words of Python's generator; None where they don't lie behind the object's head."""
     generator, head = random._inst, object.__basicsize__
     if sys.implementation.name != "cpython" or type(generator).__basicsize__ < head + _TWISTER_BYTES:
-        return 0
+        return None
     *words, position = generator.getstate()[1]
-    found = ctypes.string_at(id(generator) + head, _TWISTER_BYTES)
-    return id(generator) + head if found == struct.pack("=625I", position, *words) else 0
+    memory = _memory_at(id(generator) + head)
+    return memory if memory == struct.pack("=625I", position, *words) else None
 
 
-def _twister_address() -> int:
-    """Return the address of the global generator's words and position; 0 for another kind of generator."""
+_twister: tuple[Any, memoryview | None] = (None, None)
+"""numpy's global generator, and its words and position."""
+
+
+def _twister_memory() -> memoryview | None:
+    """Return the words and the position of numpy's global generator; None for another kind of generator."""
+    global _twister
     generator = sys.modules["numpy"].random.mtrand._rand._bit_generator
-    return int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else 0
+    if _twister[0] is not generator:
+        known = type(generator).__name__ == "MT19937"
+        _twister = generator, _memory_at(int(generator.ctypes.state_address)) if known else None
+    return _twister[1]
+
+
+def _memory_at(address: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * _TWISTER_BYTES).from_address(address)).cast("B")
 
 
 @contextmanager

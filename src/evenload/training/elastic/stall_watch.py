@@ -66,9 +66,9 @@ class StallWatch(StepListener):
         if not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
 
-    def on_trained(self, step: Step, usual: bool) -> None:
+    def on_trained(self, step: Step) -> None:
         self._starts = False
-        if usual:
+        if step.stats.is_usual:
             self._deadline.add(time.perf_counter() - step.stats.begun_s)
 
     def on_loop_end(self) -> None:

@@ -124,14 +124,14 @@ class IslandSynchroniser(StepListener):
             for scheduler in self._followed:
                 scheduler.begin()
 
-    def on_trained(self, step: Step, usual: bool) -> None:
+    def on_trained(self, step: Step) -> None:
         step.stats.sync_s, self._sync_s = self._sync_s, 0.0
         if (timed := step.stats.timed) is None or timed.plan is None:
             return
         seconds = timed.whole_seconds() - timed.sync_s
         planner = step.planner
         is_whole = isinstance(planner, IslandPlanner) and timed.plan.num_samples >= planner.own_size
-        if usual and seconds > 0 and is_whole:
+        if step.stats.is_usual and seconds > 0 and is_whole:
             self._seconds.append(seconds)
         units = self._context.engine.totals.units.get(0, 0.0)
         if timed.loss == timed.loss:

@@ -76,6 +76,7 @@ class CallGradients:
         self._skipped: set[int] = set()
         self._arrived: list[torch.Tensor] = []
         """Parameters whose gradient came in this micro-batch, in order, as often as it came."""
+        self._quiet_hook, self._watched_hook = self._checked(self._arrived.append), self._checked(self._arrive)
         self._last_ids: list[int] = []
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
@@ -105,8 +106,8 @@ class CallGradients:
         self._summed_hooks.take()
         if idle:
             self._remove_all()
-        quiet = self._arrived.append if self._check is None else self._checked(self._arrived.append)
-        self._hooks.open(quiet, quiet if idle else self._checked(self._arrive))
+        quiet, watched = self._quiet_hook, self._watched_hook
+        self._hooks.open(quiet, quiet if idle else watched)
 
     def end_micro(self) -> None:
         """End the backward of a micro-batch; later gradients come from elsewhere."""

@@ -123,8 +123,7 @@ class ReplicaStrategy:
             self._wire.close()
 
     def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
-        self._follow_parameters(call)
-        reducer = self._of()
+        reducer = self._follow_parameters(call)
         reducer.on_device, reducer.refuses_leftovers = self._sums_on_device(), call.refuses_leftovers
         if call.begins_update:
             reducer.clear_skip()
@@ -134,12 +133,12 @@ class ReplicaStrategy:
         if now.sums is not None:
             now.sums.begin_attempt()
         reducer.sends_all = now.gradients is not None and has_idle_rank(plan, now.computing)
-        may_expect = call.may_expect and not (self._shares_gpu_queue() and reducer.sends_all)
+        may_expect = call.may_expect and not (reducer.sends_all and self._shares_gpu_queue())
         reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
         sums = LossSums(on_device=reducer.on_device, looks_for_zero=call.reads_late and not self._zero_is_harmless)
         started_s = time.perf_counter()
         try:
-            with batchnorm.active(self._statistics):
+            with batchnorm.Active(self._statistics):
                 run_steps(
                     self._context,
                     batch,
@@ -153,7 +152,7 @@ class ReplicaStrategy:
         finally:
             self._statistics.idle = False
         slow_down(self._throttle, self._context.device, started_s)
-        totals = call.exchange([self._local_result(sums)])
+        totals = call.exchange([self._local_result(reducer, sums)])
         touched = self._arrivals.agree(call.index, reducer, self._groups, totals, was_late=not call.may_expect)
         if reducer.on_device:
             # Errors change only by a step that is known to be finite.
@@ -198,7 +197,7 @@ class ReplicaStrategy:
         )
         if reads_late:
             reducer.finish(touched, correction)
-            return replace(result, unread=unread, norms=self._unread_norms(rows, sums, batch))
+            return result._replace(unread=unread, norms=self._unread_norms(rows, sums, batch))
         try:
             totals = unread.read()
         except StepError:
@@ -218,7 +217,7 @@ class ReplicaStrategy:
         elif self._wire is not None:
             self._wire.commit(touched, correction)
         norms = self._unread_norms(rows, sums, batch)
-        return replace(result, units=totals.units, finite=finite, totals=totals, norms=norms)
+        return result._replace(units=totals.units, finite=finite, totals=totals, norms=norms)
 
     def _sum_norms(self, sums: LossSums) -> torch.Tensor | None:
         """Return the norms of all ranks' own gradients, summed behind the last bucket; None in a step that measures none."""
@@ -286,18 +285,23 @@ class ReplicaStrategy:
         if idle:
             reducer.end_idle()
 
-    def _local_result(self, sums: LossSums) -> LocalResult:
+    def _local_result(self, reducer: BucketReducer | LocalReducer, sums: LossSums) -> LocalResult:
         grad_norms, on_device = self._grad_norms, sums.on_device
         measured = grad_norms if grad_norms is not None and grad_norms.on and not on_device else None
+        touched_key = reducer.touched_key()
+        if self._added:
+            # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
+            touched_key = float(int(touched_key) ^ (_key_of(self._added) % 2**20 << 32))
         return LocalResult(
-            status=LATE_GRADIENT if self._of().late or self._added else OK,
+            status=LATE_GRADIENT if reducer.late or self._added else OK,
             weighted=sums.weighted,
             units=math.nan if on_device and sums.weighted else float(sums.units),
             loss_sum=math.nan if on_device else float(sums.loss_sum),
-            metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()},
-            # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
-            touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
-            touched=() if self._groups.gradients is None else self._of().touched_words(),
+            metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()}
+            if sums.metrics
+            else {},
+            touched_key=touched_key,
+            touched=() if self._groups.gradients is None else reducer.touched_words(),
             times_late=on_device,
             has_zero=sums.zero_read is not None and sums.zero_read.read()[0] > 0,
             squared_norm=None if measured is None else float(measured.own()),
@@ -335,7 +339,8 @@ class ReplicaStrategy:
         wire = self._wire.name if self._wire is not None and self._wire.name != "auto" else "fp32"
         return bucket_sizes(gradient_size(self._models), link, self._link.num_senders, wire)
 
-    def _follow_parameters(self, call: BackwardCall) -> None:
+    def _follow_parameters(self, call: BackwardCall) -> BucketReducer | LocalReducer:
+        """Return the reducer of the parameters as they are now."""
         # Parameters may be frozen, unfrozen, converted, added or replaced between steps, on all ranks.
         if self._built_for != self._groups.generation.number:
             self._build()
@@ -347,8 +352,9 @@ class ReplicaStrategy:
             self._added |= {name: p for name, p in self._parameters.named.items() if id(p) not in before}
             self._frozen += self._added.values()
             gone = any(id(slot.param) not in now for slot in reducer.slots)
-        if gone or not reducer.fits or any(p.requires_grad for p in self._frozen):
+        if gone or not reducer.fits or (self._frozen and any(p.requires_grad for p in self._frozen)):
             self._build()
+            reducer = self._of()
         if self._groups.gradients is None:
             self._added = {}
         elif not call.may_expect:
@@ -357,7 +363,8 @@ class ReplicaStrategy:
             self._added = {}
         elif call.index == 0 and self._arrivals.order and not self._is_ordered:
             self._is_ordered = True
-            self._of().reorder(self._arrivals.order)
+            reducer.reorder(self._arrivals.order)
+        return reducer
 
     def _of(self) -> BucketReducer | LocalReducer:
         if self._reducer is None:
@@ -366,9 +373,9 @@ class ReplicaStrategy:
 
 
 def _key_of(params: Mapping[str, nn.Parameter]) -> int:
-    """Return a checksum of names, shapes and dtypes; 0 if there are none."""
+    """Return a checksum of names, shapes and dtypes."""
     text = repr([(name, tuple(p.shape), p.dtype) for name, p in params.items()])
-    return zlib.crc32(text.encode()) % 2**31 if params else 0
+    return zlib.crc32(text.encode()) % 2**31
 
 
 def broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:

@@ -113,6 +113,8 @@ class SummedHooks:
 
     def run(self, touched: Sequence[int], sum_of: Callable[[int], torch.Tensor]) -> list[int]:
         """Run the hooks of touched slots on their sums, in place; return the indices of slots that had one."""
+        if not self._taken:
+            return []
         found = [index for index in self._taken if touched[index]]
         for index in found:
             own = grad = sum_of(index)

@@ -9,8 +9,8 @@ user's parameters to the gradient of the global batch. Micro-batches, reducers a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +29,7 @@ OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED, INTERRUPTED, RAISED, FRAGMENTED, AWA
 `FRAGMENTED`: memory ran out on a GPU of which torch's allocator holds free blocks. `AWAY`: it computes nothing, as planned."""
 
 
-@dataclass(frozen=True)
-class LocalResult:
+class LocalResult(NamedTuple):
     """Sums over the micro-batches that one rank, or one replica of a process, has computed."""
 
     status: int = OK
@@ -39,7 +38,7 @@ class LocalResult:
     """Sum of the weights."""
     loss_sum: float = 0.0
     """Sum of weight x mean loss. What the host does not know, because a device does, is NaN here, on all ranks."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
     """Name -> sum of weight x value."""
     touched_key: float = 0.0
     """Checksum of the parameters that received a gradient; 0 where it need not be equal on all ranks."""
@@ -57,8 +56,7 @@ class LocalResult:
     """Peak memory; None: of the rank's device."""
 
 
-@dataclass(frozen=True)
-class GlobalTotals:
+class GlobalTotals(NamedTuple):
     """Totals that all ranks agreed on; the same on all of them."""
 
     units: float
@@ -77,11 +75,10 @@ ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
 """Of one backward of replica threads: own_s and cpu_s of each replica, together_s, in_turns."""
 
 
-@dataclass(frozen=True)
-class BackwardCall:
+class BackwardCall(NamedTuple):
     """One attempt of a `step.backward`, besides its plan, batch and loss function."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     """Index of the call within its step."""
     last_units: float | None
     """N of the same call in the last step, if there was one."""
@@ -102,8 +99,7 @@ class BackwardCall:
     """Takes the times of replica threads."""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Outcome of a call; the same on all ranks."""
 
     units: float

@@ -60,10 +60,11 @@ class LinkAdvice(StepListener):
         for line in self.opening():
             self._context.recorder.event("link", line, **(asdict(link) if link is not None else {}))
 
-    def on_trained(self, step: Step, usual: bool) -> None:
+    def on_trained(self, step: Step) -> None:
         context = self._context
-        link = context.link.link if context.link is not None else None
-        if not usual or context.link is None or link is None or len(self._computed_s) == _NUM_STEPS:
+        if (meter := context.link) is None or (link := meter.link) is None or len(self._computed_s) == _NUM_STEPS:
+            return
+        if not step.stats.is_usual:
             return
         if (timed := step.stats.timed) is None:
             return
@@ -83,7 +84,7 @@ class LinkAdvice(StepListener):
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),
         )
-        size, senders = gradient_size(self._models), context.link.num_senders
+        size, senders = gradient_size(self._models), meter.num_senders
         options = options_of(size, link, senders, work, context.config.sync_every)
         best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
         took_s = statistics.median(self._took_s[1:])

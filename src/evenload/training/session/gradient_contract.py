@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
 _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_PARAMS = itemgetter("params")
 _LIST_HOOKS_EVERY = 10
 """Steps after which parameters that had no hooks are looked at again; they were frozen before."""
 _NUM_SCALED = 3
@@ -147,7 +148,7 @@ class GradientContract(StepListener):
             for model in self._models:
                 check_hooks(model, StepError)
             self._num_hooks = num_hooks
-        if step.stats.calls == 0:
+        if step.stats.calls == 0 and self._unused != {}:
             self._check_unused()
         if self._verifies:
             return
@@ -191,7 +192,7 @@ class GradientContract(StepListener):
             return
         if loop.step is None or self._verifies:
             return
-        for scaler in filter(None, (reference() for reference in self._scalers or ())):
+        for scaler in filter(None, (reference() for reference in self._scalers)) if self._scalers else ():
             if id(optimizer) in scaler._per_optimizer_states:
                 raise StepError(OWN_SCALER)
         known = self._known(optimizer, loop.step)
@@ -212,7 +213,7 @@ class GradientContract(StepListener):
         return list({id(hooks): hooks for hooks in filter(None, map(_ACCUMULATED_HOOKS, self._params))}.values())
 
     def _known(self, optimizer: Optimizer, step: Step) -> _Known:
-        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        num_params = sum(map(len, map(_PARAMS, optimizer.param_groups)))
         known = self._optimizers.get(optimizer)
         if known is not None and known.num_params == num_params:
             return known

@@ -244,10 +244,10 @@ class Saver:
 
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
-        step = self._context.loop.steps_done
-        if self._is_split:
+        if self._retention.best is None or self._is_split:
             return
-        if self._retention.best is not None and self._saves and self._retention.needs_write(step):
+        step = self._context.loop.steps_done
+        if self._saves and self._retention.needs_write(step):
             with self._context.clock.segment("other"):
                 self._store(step, "the best so far", waits=self._failed is not None)
 

@@ -60,10 +60,13 @@ class Stopper(StepListener):
         self._membership = context.groups.membership.number
         # The other modes have no state to resume from.
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
+        self._reports = False
+        """True if a queue wants to know of each step."""
         self._recent: RecentSteps | None = None
         if self._acts:
             stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
-            if attempt() is not None and context.config.strategy in _STRATEGIES_WITH_COSTS:
+            self._reports = attempt() is not None
+            if self._reports and context.config.strategy in _STRATEGIES_WITH_COSTS:
                 self._recent = RecentSteps()
 
     @property
@@ -111,7 +114,7 @@ class Stopper(StepListener):
         if (number := self._context.groups.membership.number) != self._membership:
             self._membership = number
             forget_speed()
-        if self._is_main:
+        if self._reports and self._is_main:
             self._num_samples = step.num_samples
             if self._recent is not None:
                 self._recent.add(step)

@@ -69,13 +69,10 @@ class UnpreparedUses:
     def _own(self) -> set[int]:
         return {id(p) for model in self._models for p in model.parameters()}
 
-    @property
-    def _has_new_ranks(self) -> bool:
-        return not self._compared.issuperset(self._context.groups.membership.workers)
-
     def begin(self) -> None:
         """Watch until `end`; raise StepError if a tensor was trained by hand since the last backward."""
-        self.release()
+        if self._handles:
+            self.release()
         if self._context.num_sharing == 1:
             return
         if self._context.config.batch_norm == "global":
@@ -91,15 +88,17 @@ class UnpreparedUses:
                     "and pass that to run.prepare; freeze what is not trained (requires_grad_(False))"
                 )
         self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
-        if self._has_new_ranks:
+        if not self._compared.issuperset(self._context.groups.membership.workers):
             self._handles += [m.register_forward_pre_hook(self._note) for m in _alive(self._others)]
 
     def end(self) -> None:
         """Compare what was used, after the first backward and the first with a rank that has joined; all ranks call it."""
-        self.release()
-        compares = self._has_new_ranks
-        self._compared.update(self._context.groups.membership.workers)
-        if self._context.groups.world_size == 1:
+        if self._handles:
+            self.release()
+        groups = self._context.groups
+        if compares := not self._compared.issuperset(groups.membership.workers):
+            self._compared.update(groups.membership.workers)
+        if groups.world_size == 1:
             return
         self._received = [
             (ref, tensor._version)

@@ -49,9 +49,10 @@ from evenload.training.parallel.strategy import (
 )
 from evenload.training.step.attempt import Attempt
 from evenload.training.step.consistency import Consistency
-from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
+from evenload.training.step.exchange import ReportExchange, check_trained, totals_of, where
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
+from evenload.training.step.report import NO_REPORTS, OwnReport, exact_sum
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.totals_reader import TotalsReader
 
@@ -175,9 +176,14 @@ class Engine:
             takes_part=generation.computes,
         )
         began_s = time.perf_counter()
+        generators = randomness.save(self.device, self._other_gpus)
+        guard = self.control.take_guard()
         try:
-            with randomness.set_aside(self.device, self._other_gpus), self.control.unguarded():
+            try:
                 loss = self._until_no_rank_is_lost(attempt)
+            finally:
+                self.control.guard = guard
+                randomness.put_back(generators)
         except BaseException:
             self.strategy.rollback(together=attempt.failed_together)
             raise
@@ -242,7 +248,8 @@ class Engine:
             return self._agree(attempt, results)
 
         stats, planner = attempt.stats, attempt.planner
-        num_collectives = self._user_collectives()
+        looks = self._groups.world_size > 1 and not self.stays_because  # a rank that stays anyway need not look
+        num_collectives = user_collectives(self._groups.own_groups) if looks else 0
         call = BackwardCall(
             index=stats.calls,
             last_units=self.totals.units.get(stats.calls),
@@ -256,7 +263,7 @@ class Engine:
         )
         try:
             result = self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
-            if not self.stays_because and self._user_collectives() != num_collectives:
+            if looks and user_collectives(self._groups.own_groups) != num_collectives:
                 self.stays_because = "loss_fn runs collectives of its own"
             return result
         except AttemptFailedError as failed:
@@ -304,30 +311,27 @@ class Engine:
             return failed
         return StepResult(totals.units, torch.tensor(totals.loss), finite=True)
 
-    def _user_collectives(self) -> int:
-        # A rank without peers need not look, nor one that stays anyway.
-        skips = self._groups.world_size == 1 or self.stays_because
-        return 0 if skips else user_collectives(self._groups.own_groups)
-
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
         reports = attempt.reports = self._exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
-        check_trained(reports, batch.global_step)
+        if has_others := not isinstance(reports, OwnReport):
+            check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
-        late = self._exchange.late_times
+        late, agreed = self._exchange.late_times, reports.agreed
         stats.add(reports, late.take_sent(reports) if late.sent is not None else None)
-        self.elapsed_s = reports.first("elapsed_s")
-        if reports.first("has_decision"):
+        self.elapsed_s = agreed.elapsed_s
+        if agreed.has_decision:
             planner.sync_decision(batch.global_step)
-        if reports.failed:
+        if agreed.failed:
             raise AttemptFailedError([int(status) for status in reports.column("status")])
-        computing = self._groups.generation.computing
-        if len(reports) == planner.world_size:
-            planner.may_leave = reports.flags("may_leave")
-        if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
-            reports = self._exchange.own if computing == (self._groups.rank,) else reports.of(computing)
-        if reports.all("state_key"):
-            self._consistency.check(batch.global_step, reports.column("state_key"))
+        if has_others:
+            if len(reports) == planner.world_size:
+                planner.may_leave = reports.flags("may_leave")
+            computing = self._groups.generation.computing
+            if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
+                reports = self._exchange.own if computing == (self._groups.rank,) else reports.of(computing)
+            if reports.all("state_key"):
+                self._consistency.check(batch.global_step, reports.column("state_key"))
         totals = totals_of(reports, batch.global_step, len(results[0].touched))
         attempt.failed_together = False
         return totals
@@ -392,9 +396,9 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        metrics = {name: total(reports.metric(name)) / result.units for name in reports.names if travelled}
+        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in reports.names if travelled}
         try:
-            self.totals.take(stats, batch.global_step, result, metrics, reports.column("loss_sum") if travelled else ())
+            self.totals.take(stats, batch.global_step, result, metrics, reports if travelled else NO_REPORTS)
         except EvenloadError:
             result.discard()  # the totals of the backward before were wrong
             raise
@@ -405,11 +409,9 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        if (
-            self._num_trained != 1
-            or not self.parameters.have_gradients
-            or getattr(self.strategy, "finds_leftovers", False)
-        ):
+        if self._num_trained != 1 or not self.parameters.have_gradients:
+            return
+        if getattr(self.strategy, "finds_leftovers", False):
             return
         if names := self.parameters.nonzero_gradients():
             raise StepError(

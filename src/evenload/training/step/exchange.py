@@ -24,6 +24,9 @@ from evenload.training.step.recovery import Recovery
 from evenload.training.step.report import NO_REPORTS, OWN_TIMES, OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
+_READ_MEMORY_EVERY_S = 0.05
+"""A peak rises rarely, and a short step has no time to read it."""
+
 
 class ReportExchange:
     """Sends one row of numbers per rank; replicas of one process need no other process."""
@@ -36,6 +39,8 @@ class ReportExchange:
         self._started_s = time.monotonic()
         # A GPU's seconds are its own, whatever the host's processors do.
         self._delay = ProcessorDelay() if device.type == "cpu" else None
+        self._is_cuda = device.type == "cuda"
+        self._memory_bytes, self._memory_read_s = 0.0, -math.inf
         self._num_graphs = 0
         self._tuned_sizes: set[int] = set()
         """Micro-batches for whose sizes cuDNN has chosen its kernels."""
@@ -47,7 +52,7 @@ class ReportExchange:
 
     def set_elapsed(self, seconds: float) -> None:
         """Continue with another rank's clock."""
-        self._started_s = time.monotonic() - seconds
+        self._started_s, self._memory_read_s = time.monotonic() - seconds, -math.inf
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -70,7 +75,8 @@ class ReportExchange:
         if len(own) > 1:
             table = np.array([report.row() for report in own])
         elif self._control.is_alone:
-            self._control.check_open(Operation.BACKWARD)
+            if self._control.is_barred:
+                self._control.check_open(Operation.BACKWARD)
             return self.own
         else:
             self._clock.switch("wait")
@@ -83,7 +89,7 @@ class ReportExchange:
 
     def _tunes(self, batch: GlobalBatch, rank: int) -> bool:
         """Return whether cuDNN tried its kernels in this attempt (`cudnn.benchmark`): it does for each new size."""
-        if self._device.type != "cuda" or not torch.backends.cudnn.benchmark:
+        if not torch.backends.cudnn.benchmark:
             return False
         new = {max(row[rank], 1) for row in batch.plan.micro} - self._tuned_sizes
         self._tuned_sizes |= new
@@ -95,7 +101,7 @@ class ReportExchange:
         self._metric_names[stats.calls] = tuple(result.metrics)
         seconds, times_of = result.seconds, OWN_TIMES
         if seconds is None:
-            if compiled_graphs() != self._num_graphs or self._tunes(batch, planner.rank):
+            if compiled_graphs() != self._num_graphs or (self._is_cuda and self._tunes(batch, planner.rank)):
                 stats.compiled = True
             if stats.compiled:
                 planner.coarsen()
@@ -112,6 +118,9 @@ class ReportExchange:
                 stats.other_s += seconds["other"]
                 if stats.compiled:
                     seconds = as_compiling(seconds)
+        elapsed_s = time.monotonic() - self._started_s
+        if result.memory_bytes is None and elapsed_s - self._memory_read_s >= _READ_MEMORY_EVERY_S:
+            self._memory_bytes, self._memory_read_s = float(memory_bytes(self._device)), elapsed_s
         return RankReport(
             status=result.status,
             weighted=result.weighted,
@@ -119,8 +128,8 @@ class ReportExchange:
             loss_sum=result.loss_sum,
             touched_key=result.touched_key,
             has_decision=planner.has_decision,
-            elapsed_s=time.monotonic() - self._started_s,
-            memory_bytes=float(memory_bytes(self._device) if result.memory_bytes is None else result.memory_bytes),
+            elapsed_s=elapsed_s,
+            memory_bytes=self._memory_bytes if result.memory_bytes is None else float(result.memory_bytes),
             state_key=self._consistency.key(),
             reading=batch.reading.code(),
             stop_requested=stop_requested(),
@@ -164,24 +173,11 @@ def totals_of(reports: Reports, step: int, num_touched_words: int = 0) -> Global
     Raises:
         StepError: some ranks weight their losses and others do not, or all weights are 0.
     """
-    if not reports.is_same("weighted"):
-        weighted = where(reports.flags("weighted"))
-        raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
-    units = total(reports.column("units"))
+    units, loss_sum, same_touched, has_zero = reports.sums()
     if units <= 0:
         raise StepError(ALL_ZERO.format(step=step))
-    loss = total(reports.column("loss_sum")) / units
-    same_touched = reports.is_same("touched_key")
     touched = None if same_touched else reports.touched(num_touched_words)
-    return GlobalTotals(units, loss, same_touched, reports.any("has_zero"), touched)
-
-
-def total(terms: Sequence[float]) -> float:
-    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
-    try:
-        return math.fsum(terms)
-    except (ValueError, OverflowError):
-        return sum(terms)
+    return GlobalTotals(units, loss_sum / units, same_touched, has_zero, touched)
 
 
 def where(flags: Sequence[bool]) -> str:

@@ -118,13 +118,12 @@ class Planner(StepsInOrder):
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
         """Return the plan of a step under the assignments known now."""
         assignment = self._at(global_step)
-        shares = assignment.shares
+        shares, out = assignment.shares, assignment.out
         if self._source.sets_shares:
-            shares = self._source.shares(global_step, num_samples)
+            shares, out = self._source.shares(global_step, num_samples), ()
         elif num_samples != assignment.num_samples:
             shares = scale_shares(shares, num_samples)
         micro = self._cut(shares, num_samples, assignment.min_num_micro, assignment.caps)
-        out = () if self._source.sets_shares else assignment.out
         return StepPlan(self.generation, epoch, epoch_step, 0, start, micro, out)
 
     def revision(self) -> int:
@@ -178,8 +177,7 @@ class Planner(StepsInOrder):
 
     def speeds(self) -> tuple[float, ...]:
         """Return relative speeds for work outside of steps, 0 for a rank that has left; equal on all ranks."""
-        shares = self._assignments[-1].shares
-        out = self._assignments[-1].out
+        shares, out = self._assignments[-1].shares, self._assignments[-1].out
         return tuple(0.0 if rank in out else max(share, 0.25) / sum(shares) for rank, share in enumerate(shares))
 
     # -- decisions ------------------------------------------------------------------------------------------------------
@@ -196,6 +194,21 @@ class Planner(StepsInOrder):
         balancer = self._balancer
         return isinstance(balancer, ReplicaBalancer) and not self._source.sets_shares and balancer.takes_turns
 
+    @property
+    def learns(self) -> bool:
+        """True if `observe` learns from the times of a step; else `follow_step` is enough."""
+        return self._balancer is not None or self._is_guess
+
+    def follow_step(self, step: int, plan: StepPlan) -> bool:
+        """Note that a step has ended; False if its shares were not decided here, or not for these ranks. All ranks call it."""
+        self._replica_times.clear()
+        if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
+            return False
+        if self._is_guess:
+            self._settle(plan.num_samples)
+        self._try_higher_caps(step)
+        return True
+
     def observe(
         self,
         step: int,
@@ -207,12 +220,7 @@ class Planner(StepsInOrder):
     ) -> None:
         """Learn on rank 0 what a step cost each rank, in own seconds; the others as in `Observation`. All ranks call it."""
         times, self._replica_times = self._replica_times, []
-        if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
-            return
-        if self._is_guess:
-            self._settle(plan.num_samples)
-        self._try_higher_caps(step)
-        if self._balancer is None:
+        if not self.follow_step(step, plan) or self._balancer is None:
             return
         own_s = tuple(None if r in plan.out else t for r, t in enumerate(seconds)) if plan.out else tuple(seconds)
         seen = Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out, delay_s=delay_s)
@@ -357,9 +365,8 @@ class Planner(StepsInOrder):
         if self._is_guess:
             self._settle(sum(shares))
         if sum(shares) == self._batch_size:
-            least = state["num_micro"]
-            caps = self._assignments[-1].caps
-            self._assign(ShareAssignment(step, tuple(shares), least if isinstance(least, int) else 1, caps))
+            least = count if isinstance(count := state["num_micro"], int) else 1
+            self._assign(ShareAssignment(step, tuple(shares), least, self._assignments[-1].caps))
             # Without a new balancer it would wait some thirty steps for the equal shares it believes were decided.
             self._balancer = self._new_balancer(tuple(shares), self.num_micro)
 
@@ -372,8 +379,7 @@ class Planner(StepsInOrder):
 
     def resize(self, batch_size: int, shares: Shares | None) -> None:
         """Set another global batch between two epochs, on all ranks; without shares in the present proportions."""
-        old = self._balancer
-        self._pending = None
+        old, self._pending = self._balancer, None
         self._restart(batch_size, shares or scale_shares(self.shares, batch_size))
         if old is not None and old.quantum > 1:
             self.coarsen()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +44,14 @@ SECONDS = slice(_FIXED, _TIMES_END)
 """Columns of the seconds of each segment."""
 COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 """Name of a field -> its column."""
+_FEW_RANKS = 8
+"""So many rows Python compares faster than numpy."""
 MAX_METRICS = CAPACITY - _TIMES_END
 OWN_TIMES, NO_TIMES, TIMES_OF_FIRST = 0.0, 1.0, 2.0
 """Of `RankReport.times_of`: the seconds are those of this step; there are none; they are those of step 0."""
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """One rank's row."""
 
     status: int
@@ -110,6 +111,32 @@ class RankReport:
         return names
 
 
+class Agreed(NamedTuple):
+    """Conclusions from the reports of all ranks."""
+
+    failed: bool
+    """True if the attempt failed on some rank."""
+    stop_requested: bool
+    """True if some rank received a request to stop."""
+    has_decision: bool
+    """True if rank 0 has a decision to send."""
+    elapsed_s: float
+    """Rank 0's."""
+    membership: int
+    """The newest that all ranks have received."""
+    has_times: bool
+    """True if the seconds are those of this step, on all ranks."""
+
+
+class ReportSums(NamedTuple):
+    """Sums over ranks."""
+
+    units: float
+    loss_sum: float
+    same_touched: bool
+    has_zero: bool
+
+
 class Reports(Sequence[RankReport]):
     """The rows of all ranks as one table, shape ``(num_ranks, CAPACITY)``: sums, maxima and equality go by column.
 
@@ -147,13 +174,15 @@ class Reports(Sequence[RankReport]):
 
     def column(self, name: str) -> list[float]:
         """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
+        if len(self.table) <= _FEW_RANKS and (index := COLUMNS[name]) < _FIXED:
+            return [row[index] for row in self._rows]
         values: list[float] = self.values(name).tolist()
         return values
 
     def values(self, name: str) -> NDArray[np.float64]:
         """Return what `column` does, as an array."""
         index = COLUMNS[name]
-        return self._columns[index] if index < _FIXED else self.table[:, index]
+        return self._columns[index] if index < _FIXED and len(self.table) > _FEW_RANKS else self.table[:, index]
 
     def metric(self, name: str) -> list[float]:
         values: list[float] = self.table[:, _TIMES_END + self.names.index(name)].tolist()
@@ -180,7 +209,7 @@ class Reports(Sequence[RankReport]):
         """Return whether a field is set on each rank; the same object as long as it is the same on all."""
         if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
             return _repeated(self.first(name) != 0, len(self))
-        return tuple((self._columns[COLUMNS[name]] != 0).tolist())
+        return tuple((self.values(name) != 0).tolist())
 
     def first(self, name: str) -> float:
         """Return a field of the first rank."""
@@ -203,39 +232,66 @@ class Reports(Sequence[RankReport]):
         """Return the least of a field of all ranks, none of which is NaN."""
         return self._lowest[COLUMNS[name]]
 
+    @functools.cached_property
+    def agreed(self) -> Agreed:
+        return Agreed(
+            failed=self.any("status") and any(status not in (OK, AWAY) for status in self.column("status")),
+            stop_requested=self.any("stop_requested"),
+            has_decision=self.first("has_decision") > 0,
+            elapsed_s=self.first("elapsed_s"),
+            membership=int(self.least("membership")),
+            has_times=not self.any("times_of"),  # OWN_TIMES of all ranks
+        )
+
+    def sums(self) -> ReportSums:
+        """Add up what the ranks computed; StepError if some weight their losses and others do not."""
+        if not self.is_same("weighted"):
+            weighted = ", ".join(str(rank) for rank, flag in enumerate(self.flags("weighted")) if flag)
+            raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
+        units, loss_sum = exact_sum(self.column("units")), exact_sum(self.column("loss_sum"))
+        return ReportSums(units, loss_sum, self.is_same("touched_key"), self.any("has_zero"))
+
     @property
-    def failed(self) -> bool:
-        """True if the attempt failed on some rank."""
-        return self.any("status") and any(status not in (OK, AWAY) for status in self.column("status"))
+    def delays_s(self) -> NDArray[np.float64] | None:
+        """Seconds in which each rank waited for a CPU that others had; None of a rank that is alone."""
+        return self.values("delay_s")
 
     @functools.cached_property
     def _lowest(self) -> list[float]:
-        return self._reduced(np.minimum)
+        return self._reduced(np.minimum, min)
 
     @functools.cached_property
     def _highest(self) -> list[float]:
-        return self._reduced(np.maximum)
+        return self._reduced(np.maximum, max)
 
     @functools.cached_property
     def _columns(self) -> NDArray[np.float64]:
         # A row for each field: of many ranks every pass over a column of the table takes as long as this copy.
         return np.ascontiguousarray(self.table[:, :_TIMES_END].T)
 
-    def _reduced(self, operation: np.ufunc) -> list[float]:
-        if len(self.table) > 1:
+    def _reduced(self, operation: np.ufunc, of_few: Callable[..., float]) -> list[float]:
+        if len(self.table) > _FEW_RANKS:
             with np.errstate(invalid="ignore"):  # a loss may be NaN
                 reduced: list[float] = operation.reduce(self._columns[:_FIXED], axis=1).tolist()
             return reduced
-        first: list[float] = self.table[0, :_FIXED].tolist()
-        return first
+        return list(map(of_few, *self._rows)) if len(self._rows) > 1 else self._rows[0]
+
+    @functools.cached_property
+    def _rows(self) -> list[list[float]]:
+        rows: list[list[float]] = self.table[:, :_TIMES_END].tolist()
+        return rows
 
 
 class OwnReport(Reports):
     """The report of a rank that is alone: it was never a row."""
 
     def __init__(self, report: RankReport) -> None:
-        self.names = tuple(report.metric_names())
-        self._report = report
+        self.names = tuple(report.metric_names()) if report.metrics else ()
+        self._report = own = report
+        failed, has_times = own.status not in (OK, AWAY), own.times_of == OWN_TIMES
+        self.agreed = Agreed(
+            failed, own.stop_requested, own.has_decision, own.elapsed_s, int(own.membership), has_times
+        )
 
     def __len__(self) -> int:
         return 1
@@ -286,9 +342,13 @@ class OwnReport(Reports):
     def least(self, name: str) -> float:
         return getattr(self._report, name) or 0.0
 
+    def sums(self) -> ReportSums:
+        own = self._report
+        return ReportSums(own.units, own.loss_sum, True, own.has_zero)
+
     @property
-    def failed(self) -> bool:
-        return self._report.status not in (OK, AWAY)
+    def delays_s(self) -> None:
+        return None
 
 
 NO_REPORTS = Reports(np.empty((0, CAPACITY)))
@@ -312,6 +372,14 @@ def read_table(table: NDArray[np.float64], names: Sequence[str], *, measured: bo
 @functools.lru_cache(maxsize=64)
 def _repeated(flag: bool, num_ranks: int) -> tuple[bool, ...]:
     return (flag,) * num_ranks
+
+
+def exact_sum(terms: Sequence[float]) -> float:
+    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
 
 
 def _checksum(names: Sequence[str]) -> float:

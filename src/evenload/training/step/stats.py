@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +25,29 @@ from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
-from evenload.training.step.report import OwnReport, Reports
+from evenload.training.step.report import Reports
 from evenload.training.step.unread_log import UnreadLog
 
 _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
     SEGMENTS.index, ("data", "compute", "wait", "comm", "optimizer", "compile")
 )
+_NO_SECONDS = np.empty((0, len(SEGMENTS)))
 _WHOLE_EVERY = 10
 """Of more than 128 ranks, the times of each are recorded in every so many steps, and whenever shares change."""
+_WRITE_EVERY_S = 0.1
+"""Short steps are written together, so often: a line by itself takes four times as long, as nothing of its code is cached."""
+
+
+class _EndedStep(NamedTuple):
+    """A step that is not written yet."""
+
+    step: int
+    plan: StepPlan
+    stats: StepStats
+    arm: str
+    seconds: float
+    time: float
+    """Of the end of its loop body, since 1970."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,9 +92,9 @@ class StepStats:
         self.agreed_membership = 0
         """Number of the newest membership that all ranks had received; the same on all ranks."""
         self._reports: Reports | None = None
-        self._times = np.empty((0, len(SEGMENTS)))
-        """Seconds of each rank in each segment."""
-        self._own_s: list[float] | None = None
+        self._seconds = _NO_SECONDS
+        self._untaken: list[Reports] = []
+        """Reports of backwards whose seconds `_seconds` does not contain yet."""
         self._delays_s: NDArray[np.float64] | None = None
         """Seconds in which each rank waited for a CPU that others had."""
 
@@ -88,21 +105,28 @@ class StepStats:
 
     def add(self, reports: Reports, earlier: StepStats | None = None) -> None:
         """Add the reports of a backward; their times are those of the step `earlier`, if that is given."""
-        self._reports = reports
-        if not isinstance(reports, OwnReport):
-            delays_s, before_s = reports.values("delay_s"), self._delays_s
+        self._reports, agreed = reports, reports.agreed
+        if (delays_s := reports.delays_s) is not None:
+            before_s = self._delays_s
             self._delays_s = delays_s if before_s is None or len(before_s) != len(delays_s) else before_s + delays_s
         if earlier is not None:
             self.earlier, earlier.earlier = earlier, None
-        elif not reports.any("times_of"):  # OWN_TIMES of all ranks
-            earlier, self.is_timed = self, True
-        if earlier is not None:
+            earlier._untaken.append(reports)
+        elif agreed.has_times:
+            self.is_timed = True
+            self._untaken.append(reports)
+        self.stop_requested = self.stop_requested or agreed.stop_requested
+        self.agreed_membership = agreed.membership
+
+    @property
+    def _times(self) -> NDArray[np.float64]:
+        """Seconds of each rank in each segment."""
+        for reports in self._untaken:
             # A process whose replicas failed reported one row for all.
-            seconds, known = reports.seconds, earlier._times
-            earlier._times = seconds + known if len(known) == len(seconds) else seconds
-            earlier._own_s = None
-        self.stop_requested = self.stop_requested or reports.any("stop_requested")
-        self.agreed_membership = int(reports.least("membership"))
+            seconds, known = reports.seconds, self._seconds
+            self._seconds = seconds + known if len(known) == len(seconds) else seconds
+        self._untaken.clear()
+        return self._seconds
 
     @property
     def timed(self) -> StepStats | None:
@@ -113,14 +137,14 @@ class StepStats:
         """Count a backward that other ranks have the gradients of, and this rank has not."""
         self.calls += 1
         self.loss, self.skipped, self.redone = loss, True, True
-        self._reports, self._times, self.is_timed = None, np.zeros((world_size, len(SEGMENTS))), True
-        self._own_s = None
+        self._reports, self._seconds, self.is_timed = None, np.zeros((world_size, len(SEGMENTS))), True
+        self._untaken.clear()
 
     def own_seconds(self) -> list[float]:
         """Return the seconds that each rank computed, without waiting."""
-        if self._own_s is None:
-            self._own_s = (self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]).tolist()
-        return self._own_s
+        times = self._times
+        own_s: list[float] = (times[:, _COMPUTE] + times[:, _OPTIMIZER]).tolist()
+        return own_s
 
     @property
     def delay_s(self) -> float:
@@ -163,6 +187,13 @@ class StepStats:
         """True if the times are not those of a usual step: it is the first, was repeated, or a rank compiled."""
         return self.is_first or self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
 
+    @property
+    def is_usual(self) -> bool:
+        """True if the times of the step, or those of `timed`, are typical; see `unusual`."""
+        if self.is_first or self.redone or self.compiled:
+            return False
+        return (timed := self.timed) is None or not timed.unusual
+
     def rank_times(self) -> tuple[RankTimes, ...]:
         """Return what is known of each rank when the step is recorded; see `_known_times`."""
         reports, times = self._reports, self._known_times()
@@ -173,7 +204,7 @@ class StepStats:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._known_times())
+        return len(self._times if self._reports is None else self._reports)
 
     @property
     def most_memory_bytes(self) -> int:
@@ -227,7 +258,8 @@ class StepStats:
 class StepRecorder:
     """Writes steps and events through the recorder, on the rank that writes; does nothing on the others.
 
-    Without a recorder it holds them until `open`.
+    Without a recorder it holds them until `open`. Steps are written together every 100 ms, and before an event: a process that
+    is killed has not written the last of them.
     """
 
     def __init__(self, recorder: Recorder | None, writes: bool, *, on_device: bool = False) -> None:
@@ -240,8 +272,12 @@ class StepRecorder:
         self._held: list[Callable[[Recorder], None]] = []
         self._unread_log = UnreadLog(self._write_log) if writes and on_device else None
         self._last_s: float | None = None
-        self._waiting: tuple[int, StepPlan, StepStats, str, float] | None = None
-        """The last step until it is written: index, plan, stats, arm, seconds."""
+        self._wrote_s = -math.inf
+        """When steps were last written, on the clock of `_last_s`."""
+        self._thread = 0
+        """The thread in which steps end."""
+        self._ended: deque[_EndedStep] = deque()
+        """The last steps: those that are not written yet, or that this rank would write if the one that writes were lost."""
         self._bottleneck = LoadingMonitor()
         self._whole: tuple[tuple[int, ...], str] | None = None
         """Shares and arm of the last record with the times of each of many ranks."""
@@ -249,6 +285,10 @@ class StepRecorder:
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Record an event; every rank may call it, rank 0 writes it."""
+        if not self._writes:
+            return
+        if threading.get_ident() == self._thread:  # another one must not wait for a device that may hang
+            self._write_ended(but_unread=True)
         self._write(lambda recorder: recorder.event(kind, message, step=step, **fields))
 
     def open(self, recorder: Recorder) -> None:
@@ -263,30 +303,41 @@ class StepRecorder:
         self._recorder, self._writes, self._written = recorder, True, last_step
         self._held.clear()
         self._unread_log = UnreadLog(self._write_log) if self._on_device else None
-        self._write_step()
+        self._write_ended()
 
-    def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
-        """Record a step whose loop body has ended; one that a device holds a part of waits for the next."""
-        if not plan.progress.num_samples:
+    def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "", *, at_once: bool = False) -> None:
+        """Record a step whose loop body has ended; one that a device holds a part of waits for the next.
+
+        `at_once`: a checkpoint holds the step, so no run computes it again if this process is killed.
+        """
+        if plan.of is not None and not plan.of.num_samples:
             return  # a batch of an island, whose step another one ends
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
         if not stats.calls:
             return
-        if not self._writes:
-            self._waiting = index, plan, stats, arm, now - since  # this rank may be the next that writes
+        ended = self._ended
+        ended.append(_EndedStep(index, plan, stats, arm, now - since, time.time()))
+        if self._writes:
+            if at_once or now - self._wrote_s >= _WRITE_EVERY_S:
+                self._wrote_s, self._thread = now, threading.get_ident()
+                self._write_ended(but_unread=True)
             return
-        if self._waiting is not None:
-            self._write_step()
-        self._waiting = index, plan, stats, arm, now - since
-        if stats.unread is None and (self._unread_log is None or not self._unread_log.is_waiting):
-            self._write_step()
+        # This rank may be the next that writes. The one that does has begun this step, and so written those before.
+        while len(ended) > 2 and ended[-2].time - ended[0].time > 3 * _WRITE_EVERY_S:
+            ended.popleft()
 
-    def _write_step(self) -> None:
-        if self._waiting is None:
-            return
-        (index, plan, stats, arm, whole_s), self._waiting = self._waiting, None
+    def _write_ended(self, *, but_unread: bool = False) -> None:
+        """Write the steps that have ended; `but_unread` leaves the last one where a device holds a part of it."""
+        ended, log = self._ended, self._unread_log
+        while ended:
+            if but_unread and len(ended) == 1 and (ended[0].stats.unread is not None or (log and log.is_waiting)):
+                return
+            self._write_step(ended.popleft())
+
+    def _write_step(self, ended: _EndedStep) -> None:
+        index, plan, stats, arm, whole_s, ended_at = ended
         if index <= self._written and not arm:
             return
         if self._unread_log is not None:
@@ -316,6 +367,7 @@ class StepRecorder:
             ranks=ranks,
             metrics=dict(stats.metrics),
             arm=arm,
+            time=ended_at,
             spread=spread,
         )
         self._write(lambda recorder: recorder.step(record))
@@ -337,10 +389,12 @@ class StepRecorder:
             return
         if self._unread_log is not None:
             self._unread_log.write(waits=waits)
-        self._write_step()
+        self._write_ended()
 
     def tracker(self, name: str) -> Any | None:
         """Return the own object of a logger's library on the rank that writes; None on the others."""
+        if self._writes:
+            self._write_ended(but_unread=True)
         return None if self._recorder is None else self._recorder.tracker(name)
 
     def close(self, ended_well: bool) -> None:

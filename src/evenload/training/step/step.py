@@ -20,7 +20,7 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
-from evenload.training.step.wrong_loops import half_done, not_a_batch, second_loop, step_is_over
+from evenload.training.step.wrong_loops import half_done, not_a_batch, not_a_function, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 
@@ -55,7 +55,7 @@ class Step:
         self.index = loop.steps_done if planner.in_order else planner.step_index(batch.epoch_step, loop.steps_done)
         self.record_index = self.index if record_index is None else record_index
         self.arm = arm
-        self.epoch = batch.epoch
+        self.epoch = batch.plan.epoch
         self.num_samples = batch.plan.num_samples
         self.committed = bool(arm)  # training uses a measurement's samples later, so they never count here
 
@@ -80,12 +80,8 @@ class Step:
             StepError: wrong use, with the line to write instead.
             NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row (on a GPU: a step later).
         """
-        for fn in (loss_fn, *(() if batch_loss is None else (batch_loss,))):
-            if not callable(fn):
-                raise StepError(
-                    f"step.backward received a {type(fn).__name__}; pass the function itself, without calling it: "
-                    "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
-                )
+        if not callable(loss_fn) or not (batch_loss is None or callable(batch_loss)):
+            raise not_a_function(batch_loss if callable(loss_fn) else loss_fn)
         return self._loop.backward(self, loss_fn if batch_loss is None else CoupledLoss(loss_fn, batch_loss))
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,8 +136,8 @@ class StepListener:
     def on_gradients(self, step: Step) -> None:
         """`step.backward` is done without an error; `.grad` is final."""
 
-    def on_trained(self, step: Step, usual: bool) -> None:
-        """A step of training ended, before its commit; `usual` means that its times, or those of `stats.timed`, are typical."""
+    def on_trained(self, step: Step) -> None:
+        """A step of training ended, before its commit."""
 
     def on_end(self, step: Step) -> None:
         """A loop body with a backward ended, in training or in a measurement, before the commit."""
@@ -221,7 +217,7 @@ class StepLoop:
     def begin(self, step: Step) -> None:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
-        self.engine.control.set_position(step.epoch, step.batch.epoch_step)
+        self.engine.control.set_position(step.epoch, step.batch.plan.step)
         for listener in self._listeners["on_begin"]:
             listener.on_begin(step)
         self.engine.clock.switch("optimizer")
@@ -303,16 +299,17 @@ class StepLoop:
         timed = stats if (stats := step.stats).is_timed else stats.earlier
         stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
-        unusual = timed is None or timed.unusual
-        usual = not (stats.is_first or stats.redone or stats.compiled or (unusual and timed is not None))
         if timed is not None and (plan := timed.plan) is not None:
-            times = timed.own_seconds(), unusual, timed.whole_seconds(), timed.delay_s
-            step.planner.observe(timed.global_step, plan, *times)
-            if not step.arm and not unusual and step.loader.is_tuned:
+            if step.planner.learns:
+                times = timed.own_seconds(), timed.unusual, timed.whole_seconds(), timed.delay_s
+                step.planner.observe(timed.global_step, plan, *times)
+            else:
+                step.planner.follow_step(timed.global_step, plan)
+            if step._loader.is_tuned and not step.arm and not timed.unusual:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:
-            listener.on_trained(step, usual)
-        self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
+            listener.on_trained(step)
+        self.engine.recorder.step(step.record_index, step.batch.plan, stats, step.arm, at_once=step.committed)
 
     def end_epoch(self) -> None:
         self.settle()
@@ -322,7 +319,10 @@ class StepLoop:
             listener.on_loop_end()
 
     def due_listener(self) -> StepListener | None:
-        return next((one for one in self._listeners["is_due"] if one.is_due(self._session_steps)), None)
+        for listener in self._listeners["is_due"]:
+            if listener.is_due(self._session_steps):
+                return listener
+        return None
 
     @property
     def has_unused_gradients(self) -> bool:

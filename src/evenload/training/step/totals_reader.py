@@ -24,6 +24,7 @@ from evenload.errors import EvenloadError, NonFiniteError
 from evenload.training.comm.generation import Generation
 from evenload.training.compute.precision import Precision
 from evenload.training.parallel.strategy import StepResult
+from evenload.training.step.report import NO_REPORTS, Reports
 from evenload.training.step.stats import StepRecorder, StepStats
 
 MAX_SKIPPED_STEPS = 3
@@ -85,7 +86,7 @@ class TotalsReader:
         return index in self._late and self._num_stepping == 0 and not self._precision.scaled
 
     def take(
-        self, stats: StepStats, step: int, result: StepResult, metrics: Mapping[str, float], sums: Sequence[float]
+        self, stats: StepStats, step: int, result: StepResult, metrics: Mapping[str, float], reports: Reports
     ) -> None:
         """Take the result of a backward.
 
@@ -94,7 +95,7 @@ class TotalsReader:
             step: global index of its step.
             result: of the strategy.
             metrics: totals that travelled in the exchange; empty if `result` has them.
-            sums: sum of the loss on each rank; empty where the host does not know them.
+            reports: of the ranks; empty where the host does not know their losses.
 
         Raises:
             StepError: of the backward before; see `read`.
@@ -112,7 +113,7 @@ class TotalsReader:
         self.units[stats.calls] = result.units
         stats.loss = float(result.loss) if totals is None else totals.loss
         stats.metrics |= metrics if totals is None else totals.metrics
-        self._follow(stats, stats.calls, step, result.finite, result.units, sums)
+        self._follow(stats, stats.calls, step, result.finite, result.units, reports)
 
     def agree_units(self) -> None:
         """Read the totals, and use their N from now on; all ranks call it at the same point."""
@@ -208,7 +209,7 @@ class TotalsReader:
             self._call = None
 
     def _follow(
-        self, stats: StepStats, index: int, step: int, finite: bool, units: float, sums: Sequence[float] = ()
+        self, stats: StepStats, index: int, step: int, finite: bool, units: float, reports: Reports = NO_REPORTS
     ) -> None:
         """Adapt the scale of fp16 to a backward whose loss `stats` holds, and note whether it is skipped."""
         self._precision.update(finite)
@@ -221,7 +222,7 @@ class TotalsReader:
             self._skipped[index] = 0
             self.used_units += units if index == 0 else 0.0
         else:
-            self._skip(stats, index, step, _blamed(stats.loss, sums))
+            self._skip(stats, index, step, _blamed(stats.loss, reports.column("loss_sum")))
 
     def _skip(self, stats: StepStats, index: int, step: int, what: str) -> None:
         # No gradient is left, or `found_inf` was set, so the optimizer's step changes nothing, on all ranks.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 
 from evenload.training.step.engine import Engine
@@ -9,6 +12,7 @@ from evenload.training.step.engine import Engine
 _NUM_WATCHED = 16
 """Parameters of each model whose versions are compared: an update by hand changes all of them, or nearly all."""
 
+_VERSION = operator.attrgetter("_version")
 _NUM_VALUES = 8
 """Of each watched parameter, that are compared."""
 
@@ -21,7 +25,8 @@ class UpdateWatch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watched: Sequence[torch.Tensor] = ()
+        self._versions: list[int] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.was_refused = False
         """True if an optimizer was refused since that backward; its gradients may be those of parameters that nobody watches."""
@@ -29,22 +34,22 @@ class UpdateWatch:
     def begin(self) -> None:
         """Note the parameters as they are after a backward."""
         self.was_refused = False
-        self._watched = [(p, p._version) for p in self._engine.parameters.with_gradients(_NUM_WATCHED)]
+        watched = self._watched = self._engine.parameters.with_gradients(_NUM_WATCHED)
+        self._versions = list(map(_VERSION, watched))
         # Where the host has waited for the device, it can find an update through ``.data`` too.
-        looks = self._engine.totals.waited
-        self._values = [(p, _first_values(p).clone()) for p, _ in self._watched] if looks else []
+        self._values = [(p, _first_values(p).clone()) for p in watched] if self._engine.totals.waited else []
 
     @property
     def keeps_weights(self) -> bool:
         """True if no weight has changed since that backward, as far as can be seen; waits where it looks at values."""
-        if any(parameter._version != version for parameter, version in self._watched):
+        if list(map(_VERSION, self._watched)) != self._versions:
             return False
         return all(torch.equal(_first_values(parameter), values) for parameter, values in self._values)
 
     @property
     def are_unused(self) -> bool:
         """True if gradients of that backward are present, and nothing was updated."""
-        if any(parameter._version != version for parameter, version in self._watched):
+        if list(map(_VERSION, self._watched)) != self._versions:
             return False
         return self.was_refused or bool(self._engine.leftovers())
 

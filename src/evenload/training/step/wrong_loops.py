@@ -49,3 +49,10 @@ def half_done(what: str) -> StepError:
         "loop body. Step the optimizer in each step: the DataLoader's batch_size replaces gradient accumulation. (After an "
         "update by hand through .data, call model.zero_grad() first)"
     )
+
+
+def not_a_function(value: object) -> StepError:
+    return StepError(
+        f"step.backward received a {type(value).__name__}; pass the function itself, without calling it: "
+        "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
+    )

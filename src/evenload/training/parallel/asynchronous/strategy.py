@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,11 +172,11 @@ class AsyncStrategy:
         own: list[LocalResult] = []
 
         def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
-            own[:] = [replace(result, seconds=self._clock.take()) for result in results]
+            own[:] = [result._replace(seconds=self._clock.take()) for result in results]
             return call.exchange(own)
 
         before = self._buffers.save()
-        result = self._inner.run(plan, batch, loss_fn, replace(call, exchange=exchange, reads_late=False))
+        result = self._inner.run(plan, batch, loss_fn, call._replace(exchange=exchange, reads_late=False))
         totals = result.totals
         units = result.units
         metrics = {name: value / units for name, value in own[0].metrics.items()} if totals is None else totals.metrics

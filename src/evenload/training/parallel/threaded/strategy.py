@@ -188,7 +188,7 @@ class ThreadedStrategy:
         self._gradients.begin(call.index, expect=call.may_expect)
         process_s = dict(self._clock.take())
         self._clock.switch("wait")
-        with _gpu_generators_kept(self.threads.all[1:]), batchnorm.active(self._statistics):
+        with _gpu_generators_kept(self.threads.all[1:]), batchnorm.Active(self._statistics):
             parts = self._side_by_side(batch, loss_fn, call, active, TurnLock() if in_turns else None)
         self._clock.take()  # this thread waits while the replicas compute; their own clocks count that
         began_s = min(part.began_s for part in parts.values())
