@@ -280,9 +280,7 @@ class Planner(StepsInOrder):
         decision = self._pending
         integers = None
         if decision is not None:
-            leaves = [
-                int(rank > 0 and not share and self.may_leave[rank]) for rank, share in enumerate(decision.shares)
-            ]
+            leaves = [int(r > 0 and not share and self.may_leave[r]) for r, share in enumerate(decision.shares)]
             integers = [decision.num_micro, *decision.shares, *leaves]
         count, *parts = self._control.agree(integers)
         shares, flags = parts[: self.world_size], parts[self.world_size :]
@@ -413,10 +411,7 @@ class Planner(StepsInOrder):
         self._balancer = self._new_balancer(shares)
 
     def _at(self, step: int) -> ShareAssignment:
-        for assignment in reversed(self._assignments):
-            if assignment.from_step <= step:
-                return assignment
-        return self._assignments[0]
+        return next((one for one in reversed(self._assignments) if one.from_step <= step), self._assignments[0])
 
     def _assign(self, assignment: ShareAssignment) -> None:
         # Later assignments replace earlier ones from their step on; two are enough: the one in force and the one to come.
