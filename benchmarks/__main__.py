@@ -32,6 +32,7 @@ NAMES = (
     "wire",
     "islands",
     "cut_link",
+    "lost_hosts",
     "leaving",
     "preemption",
     "checkpoints",
@@ -49,6 +50,8 @@ NAMES = (
     "gpu",
 )
 
+_WITH_ONLY = ("gpu", "small_steps", "faults", "churn", "queue_product", "islands", "cut_link", "lost_hosts")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 where a bar is missed."""
@@ -65,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of faults and "
-        "cut_link: seeds; of queue_product: parts",
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of faults, "
+        "cut_link and lost_hosts: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -79,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product", "islands", "cut_link"):
+        if options.only and name in _WITH_ONLY:
             chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

@@ -10,13 +10,17 @@ The machine whose own address is HOST is the coordinator; the other machines are
     member       reachability  the machines that it could not reach, at ports of the kind that gloo and NCCL use
     coordinator  start         node ranks, all devices, the store
     ...                        ranks train; both sides send `heartbeat` each second
-    member       failed        a rank's error; stop: a signal; ended: its ranks have ended
+    coordinator  state         what the others must know to go on without it (run_state.py)
+    member       has_state     it has received that; stop: a signal
     coordinator  end           the cause, for all to print; done: all ranks of all machines have ended
+    ...                        the coordinator is lost (takeover.py)
+    member       hello         to another member: what it knows
+    member       coordinate    it is the coordinator from now on
 
 Supervisors send JSON lines over TCP, with the standard library alone. Tensors travel over gloo and NCCL; ranks connect at a
 TCPStore that the coordinator's supervisor serves. Nothing is encrypted, and whoever reaches the port may join: a private
 network is assumed, as with torchrun.
 """
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages; `hello`, `refuse` and this number stay readable for all versions."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from evenload.rendezvous.address import Address
+from evenload.rendezvous.address import Address, numeric
 
 Message = dict[str, Any]
 
@@ -212,6 +212,24 @@ async def open_stream(
 async def connect(address: Address, limit_s: float = CONNECT_S) -> Connection | ConnectFailure:
     opened = await open_stream(address, limit_s)
     return opened if isinstance(opened, ConnectFailure) else Connection(*opened)
+
+
+async def connect_to(endpoint: str, limit_s: float = CONNECT_S) -> Connection | ConnectFailure:
+    """Connect to a numeric ``host:port``."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        return await connect(numeric(host.strip("[]"), int(port)), limit_s)
+    except (OSError, ValueError) as error:
+        return ConnectFailure("failed", 0.0, str(error))
+
+
+async def refuses(endpoint: str, limit_s: float = 1.0) -> bool:
+    """Return whether a machine is up where nothing listens at a port any more: the program that did has ended."""
+    found = await connect_to(endpoint, limit_s)
+    if isinstance(found, Connection):
+        found.close()
+        return False
+    return found.kind == "refused"
 
 
 def printable(text: Any, limit: int = 20_000) -> str:

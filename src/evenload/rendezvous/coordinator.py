@@ -14,6 +14,7 @@ from evenload.errors import ConfigError, LaunchError
 from evenload.rendezvous import PROTOCOL, host_info, world
 from evenload.rendezvous.address import chosen_interface, gloo_address
 from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, Connection, Message, printable
+from evenload.rendezvous.elsewhere import raise_if_elsewhere
 from evenload.rendezvous.host_info import HostInfo
 from evenload.rendezvous.peer_monitor import Peer
 from evenload.rendezvous.probe import answer_doctor, host_report_of
@@ -23,7 +24,7 @@ from evenload.rendezvous.reachability import (
     failure_from_message,
     probe_all,
 )
-from evenload.rendezvous.settings import RendezvousConfig
+from evenload.rendezvous.settings import Endpoint, RendezvousConfig
 from evenload.rendezvous.world import World
 from evenload.version import __version__
 
@@ -74,13 +75,13 @@ class Coordinator:
     """
 
     def __init__(
-        self, config: RendezvousConfig, info: HostInfo, listener: socket.socket, log: Callable[[str], None]
+        self, config: RendezvousConfig, info: HostInfo, listeners: Sequence[socket.socket], log: Callable[[str], None]
     ) -> None:
         self._config = config
         self._info = info
-        self._listener = listener
+        self._listeners = listeners
         self._log = log
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._handlers: dict[Connection, asyncio.Task[Any]] = {}
         """The tasks that receive from members."""
         self._doctors: set[asyncio.Task[Any]] = set()
@@ -96,7 +97,8 @@ class Coordinator:
         """Set once a run is in progress that machines may join: takes one in, or returns why it can't join."""
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_MESSAGE_BYTES)
+        for listener in self._listeners:
+            self._servers.append(await asyncio.start_server(self._accept, sock=listener, limit=MAX_MESSAGE_BYTES))
 
     async def gather(self) -> None:
         """Wait until enough machines are here; LaunchError if too few connect in time or one of them can't take part."""
@@ -167,9 +169,10 @@ class Coordinator:
         await self.close()
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._listener.close()
+        for server in self._servers:
+            server.close()
+        for listener in self._listeners:
+            listener.close()
 
     # connections
 
@@ -200,6 +203,13 @@ class Coordinator:
             async with asyncio.timeout(_HELLO_S):
                 hello = await connection.receive()
                 if hello is None or hello["kind"] != "hello":
+                    return
+                if hello.get("what") == "takeover":
+                    connection.send("refuse", text="the other machines have gone on without this one")
+                    return
+                if hello.get("what") == "run_elsewhere":
+                    if self.join_later is None and not self._why_closed():
+                        raise_if_elsewhere(hello, self._info)
                     return
                 is_doctor = hello.get("what") == "doctor"
                 if (is_doctor or self.join_later is None) and (reason := self._why_closed()):
@@ -329,7 +339,8 @@ class Coordinator:
             return self._info
         own = members[0].connection.own_host
         interface = chosen_interface(own)
-        return replace(self._info, address=gloo_address(interface, own), interface=interface)
+        endpoint = str(Endpoint(own, int(self._listeners[0].getsockname()[1])))
+        return replace(self._info, address=gloo_address(interface, own), interface=interface, endpoint=endpoint)
 
     async def _check_reachability(self, members: Sequence[_Member], built: World) -> None:
         try:

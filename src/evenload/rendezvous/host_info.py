@@ -73,6 +73,8 @@ class HostInfo:
     job_id: str
     node_rank: int | None
     slots: tuple[DeviceSlot, ...]
+    endpoint: str = ""
+    """`Machine.endpoint`."""
 
     @property
     def label(self) -> str:
@@ -141,6 +143,7 @@ def from_message(raw: Any) -> HostInfo:
 _TEXTS = (
     "host_name",
     "address",
+    "endpoint",
     "interface",
     "source",
     "python",

@@ -13,13 +13,14 @@ from evenload.errors import LaunchError
 from evenload.rendezvous import PROTOCOL, world
 from evenload.rendezvous.address import Address, own_addresses
 from evenload.rendezvous.connection import CONNECT_S, ConnectFailure, Connection, Message, connect, printable
+from evenload.rendezvous.elsewhere import CoordinatorElsewhereError
 from evenload.rendezvous.host_info import HostInfo
 from evenload.rendezvous.reachability import ProbeListener, ProbeTarget, probe_all
-from evenload.rendezvous.settings import RendezvousConfig
+from evenload.rendezvous.settings import RendezvousConfig, parse_endpoint
 from evenload.rendezvous.world import World
 from evenload.version import __version__
 
-_LAUNCH_ID = secrets.token_hex(8)
+LAUNCH_ID = secrets.token_hex(8)
 """By it the coordinator knows a machine that connects again after the network was down."""
 _RETRY_S = 0.5
 _STATUS_S = 3.0
@@ -123,7 +124,7 @@ class _Join:
             info=self._info,
             probe_port=target.port,
             probe_token=target.token,
-            launch_id=_LAUNCH_ID,
+            launch_id=LAUNCH_ID,
         )
         self._connection.start_heartbeats()
         try:
@@ -172,6 +173,8 @@ class _Join:
             case "refuse":
                 self._connection.close()
                 raise LaunchError(printable(message.get("text")))
+            case "elsewhere":
+                raise CoordinatorElsewhereError(parse_endpoint(printable(message.get("endpoint"), 200)))
             case "targets":
                 self._probing = asyncio.create_task(self._probe(message))
 

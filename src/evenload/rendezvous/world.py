@@ -20,6 +20,8 @@ class Machine:
     address: str
     interface: str
     slots: tuple[DeviceSlot, ...]
+    endpoint: str = ""
+    """``host:port`` at which it is reached where it is the coordinator; empty in a run that can't go on without its first."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def build_world(infos: Sequence[HostInfo], settings: Mapping[str, Any]) -> World
             address=info.address,
             interface=info.interface,
             slots=info.slots,
+            endpoint=info.endpoint,
         )
         for index, (name, info) in enumerate(zip(names, infos, strict=True))
     )

@@ -37,7 +37,7 @@ print(f"names {', '.join(spec.device_names)}; store {spec.store}", flush=True)
 result.monitor.report_ended(0)
 while result.monitor.end_code is None:
     time.sleep(0.01)
-    assert result.monitor.end_cause is None and result.monitor.coordinator_lost is None, result.monitor.coordinator_lost
+    assert result.monitor.end_cause is None and result.monitor.cut_off is None, result.monitor.cut_off
 result.monitor.close()
 if result.listener is not None:
     result.listener.close()

@@ -10,7 +10,7 @@ import torch
 
 from evenload.records.reader import read_steps
 from evenload.testing import hosts
-from tests.system.launch.test_elastic import SCRIPT, at, pid_of, steps_of
+from tests.system.launch.test_elastic import SCRIPT, pid_of, steps_of
 from tests.system.rendezvous.typed import type_run, write_script
 from tests.warm import run
 
@@ -18,11 +18,13 @@ PAUSE_S = "0.15"
 
 
 class Machines:
-    """One command on each of some machines, and what rank 0, on the first, has trained."""
+    """One command on each of some machines, which share the run folder, and what rank 0 has trained."""
 
-    def __init__(self, boxes, folder, nodes):
-        self.boxes, self.folder, self.nodes = boxes, folder, nodes
+    def __init__(self, boxes, folder, nodes, pause_s=PAUSE_S):
+        self.boxes, self.folder, self.nodes, self.pause_s = boxes, folder, nodes, pause_s
         self.typed = {}
+        self.lost = []
+        """Screens of machines that were killed."""
 
     def __enter__(self):
         return self
@@ -32,18 +34,21 @@ class Machines:
             one.process.kill()
             one.process.wait()
 
-    def type(self, *names, options=()):
+    def type(self, *names, options=(), host="box1"):
+        (self.folder / "disk").mkdir(parents=True, exist_ok=True)
         for box in (box for box in self.boxes if box.name in names):
-            write_script(self.folder / box.name, SCRIPT, initialised=False)
-            place = ("--nodes", self.nodes, "--host", "box1", *options)
+            own = self.folder / box.name
+            write_script(own, SCRIPT, initialised=False)
+            if not (own / "run").exists():
+                (own / "run").symlink_to(self.folder / "disk")
+            place = ("--nodes", self.nodes, "--host", host, *options)
             env = {"OMP_NUM_THREADS": "1"}
-            self.typed[box.name] = type_run(
-                box, self.folder / box.name, *place, script=("train.py", PAUSE_S, "0"), env=env
-            )
+            self.typed[box.name] = type_run(box, own, *place, script=("train.py", self.pause_s, "0"), env=env)
 
     @property
-    def main(self):
-        return self.folder / "box1"
+    def steps(self):
+        """The steps so far, each with its number of ranks, wherever rank 0 was."""
+        return sorted(pair for box in self.boxes for pair in steps_of(self.folder / box.name))
 
     def screen(self, name):
         return self.typed[name].text
@@ -52,22 +57,23 @@ class Machines:
         deadline_s = time.monotonic() + timeout_s
         while not found():
             screens = {name: one.text for name, one in self.typed.items()}
-            assert self.typed["box1"].process.poll() is None, screens
+            assert all(one.process.poll() is None for one in self.typed.values()), screens
             assert time.monotonic() < deadline_s, screens
             time.sleep(0.2)
 
     def train_on(self, num_ranks, num_steps=3):
         """Wait for some steps after the present one on so many ranks."""
-        now = at(self.main)[0]
-        self.wait(lambda: sum(step > now and n == num_ranks for step, n in steps_of(self.main)) >= num_steps)
+        now = max(self.steps, default=(-1, 0))[0]
+        self.wait(lambda: sum(step > now and n == num_ranks for step, n in self.steps) >= num_steps)
 
     def kill_rank(self, name, rank):
         os.kill(pid_of(self.folder / name, rank), signal.SIGKILL)
 
     def kill_machine(self, name):
-        process = self.typed.pop(name).process
-        process.kill()
-        process.wait()
+        one = self.typed.pop(name)
+        one.process.kill()
+        one.process.wait()
+        self.lost.append(one.text)
 
     def finish(self):
         """End the run; return its weights and those of one process."""
@@ -75,8 +81,9 @@ class Machines:
             (self.folder / box.name / "finish").touch()
         ends = [one.end(120) for one in self.typed.values()]
         assert [code for code, _ in ends] == [0] * len(ends), ends
-        found = torch.load(self.main / "weights.pt")
-        assert [record.step for record in read_steps(self.main / "run")] == [*range(20 * found["epochs"])]
+        (saved,) = self.folder.glob("box*/weights.pt")
+        found = torch.load(saved)
+        assert [record.step for record in read_steps(self.folder / "disk")] == [*range(20 * found["epochs"])]
         whole = self.folder / "whole"
         write_script(whole, SCRIPT, initialised=False)
         run(["train.py", "0", str(found["epochs"])], whole, 120).check_returncode()

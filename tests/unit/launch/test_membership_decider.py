@@ -1,5 +1,7 @@
 """Who takes part: every event and its instructions, without processes."""
 
+import json
+
 import pytest
 
 from evenload.training.launch.membership_decider import (
@@ -205,3 +207,41 @@ def test_a_request_to_leave_of_a_joiner_ends_it():
     decider = started(2)
     worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
     assert decider.request_leave(worker) == [EndWorker(worker)] and not decider.changes
+
+
+def handed_over(decider):
+    """The same decider on another machine."""
+    return MembershipDecider.of_state(json.loads(json.dumps(decider.state())), "other:2", 3)
+
+
+def test_another_coordinator_goes_on_where_the_last_one_was_lost():
+    decider = started(4)
+    only(decider.lost([loss("worker-3")]), SendChange)  # not all have switched
+    decider.switched("worker-1", 1)
+    again = handed_over(decider)
+    assert again.state() == decider.state() | {"joiners": ["worker-4"]}
+    got = again.lost([loss("worker-0")], restart=False, new_coordinator=True)
+    change = only(got, SendChange).change
+    assert (change.number, change.workers, change.store, change.urgent) == (
+        2,
+        ("worker-1", "worker-2"),
+        "other:2",
+        True,
+    )
+    assert [one.worker for one in change.lost] == ["worker-3", "worker-0"]
+    assert switch_all(again, change) == [] and again.joiners == ("worker-4",)
+    assert only(again.ready("worker-4"), SendChange).change.workers == ("worker-1", "worker-2", "worker-4")
+    (restart,) = [one for one in again.lost([loss("worker-1")]) if isinstance(one, Notice)]
+    assert "it is restarted (1 of 3)" in restart.text
+
+
+def test_another_coordinator_changes_the_members_in_any_case_and_restarts_whom_the_last_one_admitted():
+    decider = started(2, max_restarts=1)
+    switch_all(decider, only(decider.lost([loss("worker-1")]), SendChange).change)
+    admitted = only(decider.ready("worker-2"), SendChange).change
+    decider.switched("worker-2", admitted.number)
+    again = handed_over(decider)
+    got = again.lost([], restart=False, new_coordinator=True)
+    assert only(got, SendChange).change.workers == ("worker-0",) and only(got, EndWorker).worker == "worker-2"
+    assert only(switch_all(again, only(got, SendChange).change), StartWorker).worker == "worker-3"
+    assert handed_over(started(1, capable=False)).why_not_without(()) == "training has not begun"

@@ -33,7 +33,7 @@ def machines():
     peers, lines = Peers(), []
     found = RemoteMachines(peers, lines.append)
     place = places_of(World((machine("box1"), machine("box2"))))[1]
-    found.num_places = 2
+    found.take_over(2, {0, 1})
     return peers, lines, found, found.add(WorkerSpec(1, workers=("worker-0", "worker-1"), world_size=2), place)
 
 

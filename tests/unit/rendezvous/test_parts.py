@@ -19,18 +19,15 @@ from evenload.rendezvous import connection as connections
 from evenload.rendezvous import host_info, world
 from evenload.rendezvous.address import Route, chosen_interface, numeric
 from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, ConnectFailure, Connection
+from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.host_info import DeviceSlot, HostInfo, compare
-from evenload.rendezvous.peer_monitor import (
-    COORDINATOR,
-    CoordinatorMonitor,
-    FailureCause,
-    MemberMonitor,
-    Peer,
-    cause_of_loss,
-)
+from evenload.rendezvous.member_monitor import MemberMonitor
+from evenload.rendezvous.peer_monitor import COORDINATOR, FailureCause, Peer, cause_of_loss
 from evenload.rendezvous.probe import DataSummary, HostMeasurement, HostReport
+from evenload.rendezvous.run_state import RunState
 from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
+from evenload.rendezvous.world import Machine
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.several_machines import assign
 from evenload.training.launch.target import target_file
@@ -278,7 +275,8 @@ def monitors():
 
     async def coordinator():
         peer = Peer(await open_connection(ours), "box2", "rank 1", clock_offset_s=100.0)
-        return CoordinatorMonitor(loops[0], [peer], lambda: asyncio.sleep(0))
+        machines = (Machine("box1", "127.0.0.1", "lo", ()), Machine("box2", "127.0.0.1", "lo", (), "127.0.0.1:9"))
+        return CoordinatorMonitor(loops[0], RunState(0, machines, ((0, 1),)), {1: peer}, lambda: asyncio.sleep(0))
 
     async def member():
         return MemberMonitor(loops[1], await open_connection(theirs), "box1")
@@ -335,16 +333,16 @@ def test_each_side_notices_the_loss_of_the_other(monitors):
     member._loop.run(_close(member._connection))
     lost = _event(coordinator)
     assert cause_of_loss(lost).text.startswith("box2 (rank 1) is gone: it closed the connection.")
-    _wait(lambda: member.coordinator_lost is not None)
-    assert cause_of_loss(member.coordinator_lost).text.startswith("box1, the coordinator, is gone:")
-    assert not member.coordinator_lost.is_silent
+    _wait(lambda: member.cut_off is not None)
+    assert cause_of_loss(member.cut_off).text.startswith("box1, the coordinator, is gone:")
+    assert not member.cut_off.is_silent
 
 
 def test_silence_is_known_as_such(monitors):
     coordinator, member = monitors
     coordinator.limit_silence(0.2)  # nobody sends heartbeats here
-    _wait(lambda: member.coordinator_lost is not None)
-    assert member.coordinator_lost.is_silent and "nothing was received for 0 s" in member.coordinator_lost.reason
+    _wait(lambda: member.cut_off is not None)
+    assert member.cut_off.is_silent and "nothing was received for 0 s" in member.cut_off.reason
 
 
 async def _close(connection):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evenload.training.launch.changeable_members import ChangeableMembers
 from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
-from evenload.training.launch.run_members import RunMembers
 
 
-def change_devices(members: RunMembers, text: str, settings: Mapping[str, Any]) -> list[str]:
+def change_devices(members: ChangeableMembers, text: str, settings: Mapping[str, Any]) -> list[str]:
     """Request these devices, as ``-d`` names them, and return a line for each worker that joins or leaves.
 
     ConfigError: an unknown device, another number of fixed shares, or the members of this run can't change.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from evenload.rendezvous.rank_backends import common_backend
-from evenload.training.launch.membership_messages import LostWorker, MembershipChange
+from evenload.training.launch.membership_messages import LostWorker, MembershipChange, from_line, to_line
 
 _DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Before the first, second, ... restart at one place: a device that fails again and again must not take time from the others."""
@@ -34,9 +35,9 @@ class WorkerPlace:
     inner_backend: str = ""
     """`WorkerSpec.inner_backend`."""
     node: int = 0
-    """The machine; 0: the coordinator's."""
+    """Number of its machine; 0 in a run on one."""
     local_rank: int = 0
-    """Index of the device on its machine; used where that is not the coordinator's."""
+    """Index of the device on its machine."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,41 @@ class MembershipDecider:
         known = dict.fromkeys((*self.members, *self._effective, *self._joiners, *waiting))
         return tuple(worker for worker in known if worker not in self._lost and not self.leaves(worker))
 
+    def state(self) -> dict[str, Any]:
+        """Return what a decider elsewhere needs to go on as this one; JSON can hold it."""
+        known = dict.fromkeys((*self.staying, *self.members, *self._effective, *self._leaving))
+        return {
+            "members": self.members,
+            "effective": self._effective,
+            "places": {worker: asdict(self.places[worker]) for worker in known},
+            "losses": [asdict(loss) for loss in self.losses],
+            "number": self._number,
+            "pending": None if self._pending is None else to_line(self._pending),
+            "why_not": dict(self._why_not),
+            "joiners": [*self._joiners, *(start.worker for start in self._to_start)],
+            "leaving": [*self._leaving],
+            "lost": [asdict(loss) for loss in self._lost.values()],
+            "num_restarts": [*self._num_restarts.items()],
+            "num_started": self._num_started,
+            "finished": self._finished,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], store: str, max_restarts: int) -> MembershipDecider:
+        """Return the decider of a `state`, with another store; workers that were to start are joiners."""
+        decider = cls({name: WorkerPlace(**place) for name, place in state["places"].items()}, store, max_restarts)
+        decider.members, decider._effective = tuple(state["members"]), tuple(state["effective"])
+        decider.losses = [LostWorker(**loss) for loss in state["losses"]]
+        decider._lost = {loss["worker"]: LostWorker(**loss) for loss in state["lost"]}
+        pending = None if state["pending"] is None else from_line(state["pending"])
+        decider._pending = pending if isinstance(pending, MembershipChange) else None
+        decider._why_not, decider._leaving = dict(state["why_not"]), list(state["leaving"])
+        decider._joiners = dict.fromkeys(state["joiners"], False)
+        decider._num_restarts = Counter(dict(state["num_restarts"]))
+        decider._number, decider._num_started = state["number"], state["num_started"]
+        decider._finished = state["finished"]
+        return decider
+
     @property
     def changes(self) -> bool:
         """True while a change has not taken effect, or a worker is on its way in or out."""
@@ -151,8 +187,13 @@ class MembershipDecider:
             self._why_not[worker] = why_not
         return []
 
-    def lost(self, losses: Sequence[LostWorker], restart: bool = True) -> list[Instruction]:
-        """Members or joiners died or don't respond; without `restart` their places stay empty."""
+    def lost(
+        self, losses: Sequence[LostWorker], restart: bool = True, new_coordinator: bool = False
+    ) -> list[Instruction]:
+        """Members or joiners died or don't respond; without `restart` their places stay empty.
+
+        `new_coordinator`: the members change in any case, because the store and the last change may be lost.
+        """
         instructions: list[Instruction] = []
         lost_members = [loss for loss in losses if loss.worker in self._effective and loss.worker not in self._lost]
         lost_joiners = [loss for loss in losses if loss.worker in self._joiners]
@@ -166,7 +207,7 @@ class MembershipDecider:
         self._lost |= {loss.worker: loss for loss in lost_members}
         for loss in lost_members:
             self._restart(loss, instructions, restart, "")
-        if lost_members or any(loss.worker in in_admission for loss in lost_joiners):
+        if new_coordinator or lost_members or any(loss.worker in in_admission for loss in lost_joiners):
             instructions += self._change_urgently(lost_joiners)
         elif self._pending is None:
             instructions += self._starts()

@@ -21,9 +21,9 @@ from evenload.job.client import contract
 from evenload.job.devices import CHANGED, READY, REFUSED, GivenDevice, GivenDevices, read_given, write_reply
 from evenload.job.processes import all_stats, descendants
 from evenload.job.protocol import RunnerContract
+from evenload.training.launch.changeable_members import ChangeableMembers
 from evenload.training.launch.devices import HostDevices, RankDevice, parse_devices, plan_workers, read_host
 from evenload.training.launch.membership_decider import NOT_BEGUN
-from evenload.training.launch.run_members import RunMembers
 
 _STARTED_BY_ANOTHER = (
     "another program, such as a shell script, started evenload run, and could start others on devices that are given back; "
@@ -52,7 +52,7 @@ class QueueDevices:
         found = _own()
         return None if found is None else cls(*found, settings)
 
-    def poll(self, members: RunMembers) -> None:
+    def poll(self, members: ChangeableMembers) -> None:
         """Announce what the run can do once it trains; then begin requested changes, and reply when they have taken effect."""
         if self._requested is not None:
             self._finish(members, self._requested)
@@ -64,7 +64,7 @@ class QueueDevices:
             except EvenloadError as error:
                 self._reply(given.number, REFUSED, str(error))
 
-    def _announce(self, members: RunMembers) -> None:
+    def _announce(self, members: ChangeableMembers) -> None:
         why_not = self._why_not or members.why_not_change()
         if why_not == NOT_BEGUN:
             return
@@ -76,7 +76,7 @@ class QueueDevices:
         self._why_not = why_not
         self._is_announced = self._reply(0, REFUSED if why_not else READY, why_not)
 
-    def _assigned(self, members: RunMembers) -> dict[int, str]:
+    def _assigned(self, members: ChangeableMembers) -> dict[int, str]:
         """Return the device of each worker's place. ConfigError: the number of ranks doesn't follow that of the devices."""
         if isinstance(balance := self._settings.get("balance"), tuple | list):
             raise ConfigError(f"its shares are fixed: --balance {','.join(map(str, balance))}")
@@ -111,7 +111,7 @@ class QueueDevices:
                 return given if given.number > self._given.number else None
         return None
 
-    def _begin(self, members: RunMembers, given: GivenDevices) -> None:
+    def _begin(self, members: ChangeableMembers, given: GivenDevices) -> None:
         before, wanted = {device.id for device in self._given.devices}, {device.id for device in given.devices}
         staying = members.staying
         leaving = [
@@ -132,7 +132,7 @@ class QueueDevices:
             members.remove(name)
         self._requested, self._requested_s = given, time.monotonic()
 
-    def _finish(self, members: RunMembers, given: GivenDevices) -> None:
+    def _finish(self, members: ChangeableMembers, given: GivenDevices) -> None:
         if members.changes or members.has_leavers:
             return
         wanted, why_not = {device.id for device in given.devices}, members.why_not_change()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from evenload.rendezvous.peer_monitor import COORDINATOR, PeerMessage, PeerMonitor
+from evenload.rendezvous.peer_monitor import COORDINATOR, CoordinatorChanged, PeerMessage, PeerMonitor
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.host_workers import HostWorkers, can_change
-from evenload.training.launch.membership_messages import MembershipChange, from_line, to_line
+from evenload.training.launch.membership_messages import Finished, MembershipChange, Ready, from_line, to_line
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import UNREADABLE, state_content
 
@@ -24,14 +24,17 @@ class RelayedMembers:
         self._peers = peers
         self._store = store
         self._is_late = is_late
-        self._specs: Sequence[WorkerSpec] = ()
+        self.specs: Sequence[WorkerSpec] = ()
+        """Of the first workers of this machine, by local rank."""
         self._ranks: tuple[str, ...] = ()
         self._reported: dict[str, tuple[bool, int | None, bool]] = {}
         """Of each worker: its failure, exit code and stop, as the coordinator knows them."""
+        self._said: dict[tuple[str, str], str] = {}
+        """By worker and kind: messages that another coordinator must receive as well."""
 
     def start(self, specs: Sequence[WorkerSpec], world: World | None) -> None:
         """Start the first workers of this machine, unless the run is in progress: then the coordinator says when."""
-        self._specs, self._ranks = specs, () if self._is_late else specs[0].workers
+        self.specs, self._ranks = specs, () if self._is_late else specs[0].workers
         for spec in specs if not self._is_late else ():
             self._host.start(spec, with_channel=can_change(self._host.request, spec))
 
@@ -48,11 +51,16 @@ class RelayedMembers:
     def poll(self) -> None:
         """Relay messages, report what has become of the workers, and do what the coordinator says."""
         for event in self._peers.received():
-            if isinstance(event, PeerMessage):
+            if isinstance(event, CoordinatorChanged):
+                self._change_coordinator(event)
+            elif isinstance(event, PeerMessage):
                 try:
                     self._obey(event)
                 except UNREADABLE as error:
                     self._host.print_line(f"a message of the coordinator can't be read: {error!r}")
+        self._report()
+
+    def _report(self) -> None:
         for name, process in list(self._host.by_worker.items()):
             self._relay(process)
             failure, code, is_stopped = process.read_failure(), process.poll(), process.is_stopped()
@@ -72,7 +80,19 @@ class RelayedMembers:
             return
         process.channel.flush()
         for message in process.channel.receive():
+            if isinstance(message, Ready | Finished):
+                self._said[process.spec.worker, type(message).__name__] = to_line(message)
             self._peers.send(COORDINATOR, "from_worker", worker=process.spec.worker, line=to_line(message))
+
+    def _change_coordinator(self, event: CoordinatorChanged) -> None:
+        """Report to the machine that coordinates from now on what it may not know."""
+        self._host.print_line(f"{event.name} coordinates the run from now on")
+        self._store = event.store
+        self._reported.clear()
+        self._report()
+        for (worker, _), line in self._said.items():
+            self._peers.send(COORDINATOR, "from_worker", worker=worker, line=line)
+        self._peers.send(COORDINATOR, "reported", workers=[*self._host.by_worker])
 
     def _obey(self, message: PeerMessage) -> None:
         content = message.content
@@ -80,7 +100,7 @@ class RelayedMembers:
         match message.kind:
             case "start_worker":
                 fields = content["fields"] | {key: tuple(content["fields"][key]) for key in ("workers", "device_names")}
-                base = self._specs[content["local_rank"]]
+                base = self.specs[content["local_rank"]]
                 self._host.start(replace(base, **fields, store=self._store), with_channel=True)
             case "to_worker" if process is not None and process.channel is not None:
                 change = from_line(content["line"])

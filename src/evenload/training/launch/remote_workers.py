@@ -8,6 +8,7 @@ Its own supervisor (relayed_members.py) starts, monitors and kills it. Their mes
     member       from_worker   a message about the membership
                  worker_state  exit code, failure report, and whether the process is stopped
                  stop_joins    the run is about to end
+                 reported      to another coordinator: all that its workers have reported, and which it started
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from evenload.errors import EvenloadError
 from evenload.rendezvous.connection import printable
 from evenload.rendezvous.peer_monitor import PeerEvent, PeerJoined, PeerMessage, PeerMonitor
+from evenload.training.launch.devices import RankDevice
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.membership_decider import WorkerPlace
@@ -44,6 +46,17 @@ def place_on(machine: Machine, node: int, local_rank: int, index: int) -> Worker
     slot = machine.slots[local_rank]
     device = f"{slot.device} on {machine.name}"
     return WorkerPlace(index, device, f"{machine.name} {slot.name}", slot.inner_backend, node, local_rank)
+
+
+def place_of(index: int, spec: WorkerSpec, device: RankDevice) -> WorkerPlace:
+    """Return the place of a device of a run on one machine."""
+    return WorkerPlace(
+        index,
+        "+".join(device.devices) or device.device,
+        spec.device_names[spec.rank],
+        spec.inner_backend,
+        local_rank=index,
+    )
 
 
 class RemoteWorker:
@@ -116,10 +129,12 @@ class RemoteMachines:
         self._workers: dict[str, RemoteWorker] = {}
         self.num_places = 0
         """Places of all machines so far, whose indices are given once."""
+        self.seated: set[int] = set()
+        """The machines that have places."""
         self._joining: list[PeerJoined] = []
         """Machines that have come since the run began, until all ranks train."""
         self._lost: set[int] = set()
-        self.limit_silence = peers.limit_silence
+        self.limit_silence, self.announce = peers.limit_silence, peers.announce
 
     def add(self, spec: WorkerSpec, place: WorkerPlace) -> RemoteWorker:
         """Follow a worker that its machine starts by itself, as the run begins."""
@@ -137,7 +152,7 @@ class RemoteMachines:
         for event in self._peers.received():
             worker = self._workers.get(event.content.get("worker", "")) if isinstance(event, PeerMessage) else None
             if isinstance(event, PeerJoined):
-                self._joining.append(event)
+                self.join(event)
             if worker is None or not isinstance(event, PeerMessage):
                 rest.append(event)
                 continue
@@ -147,9 +162,19 @@ class RemoteMachines:
                 self._print_line(f"a message about {worker.spec.device} can't be read: {error!r}")
         return rest
 
+    def take_over(self, num_places: int, seated: Iterable[int]) -> None:
+        """Begin with so many places, of these machines."""
+        self.num_places, self.seated = num_places, {*seated}
+
+    def join(self, event: PeerJoined) -> None:
+        """Give a machine places at the next `take_places`, if it has none."""
+        if event.node not in self.seated:
+            self._joining.append(event)
+
     def take_places(self) -> list[WorkerPlace]:
         """Return the devices of machines that have come since the last call."""
         joining, self._joining = self._joining, []
+        self.seated.update(event.node for event in joining)
         found = [(event, local_rank) for event in joining for local_rank in range(len(event.machine.slots))]
         first, self.num_places = self.num_places, self.num_places + len(found)
         return [place_on(e.machine, e.node, local_rank, first + n) for n, (e, local_rank) in enumerate(found)]
@@ -162,6 +187,12 @@ class RemoteMachines:
         for worker in alive:
             worker.lose()
         return [worker.spec.worker for worker in alive]
+
+    def end_unknown(self, node: int, workers: Sequence[str]) -> None:
+        """Kill those of a machine's workers that are not known here: the last coordinator meant to, or had not announced them."""
+        for name in workers:
+            if name not in self._workers:
+                self._peers.send(node, "kill_worker", worker=name)
 
     def is_lost(self, node: int) -> bool:
         return node in self._lost

@@ -12,11 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from evenload.errors import ConfigError
 from evenload.job import EXIT_CODE
-from evenload.rendezvous.peer_monitor import FailureCause, PeerJoined, PeerLost, PeerMonitor, cause_of_loss
+from evenload.rendezvous.peer_monitor import (
+    FailureCause,
+    PeerEvent,
+    PeerJoined,
+    PeerLost,
+    PeerMessage,
+    PeerMonitor,
+    cause_of_loss,
+)
 from evenload.training.launch.devices import RankDevice, parse_devices, read_host
-from evenload.training.launch.environment import WorkerSpec, at_device
+from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
 from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.membership_decider import (
@@ -44,7 +51,7 @@ from evenload.training.launch.membership_messages import (
     Waits,
 )
 from evenload.training.launch.process import WorkerProcess
-from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, places_of
+from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
 from evenload.training.launch.stalls import StallMonitor
 
 if TYPE_CHECKING:
@@ -52,14 +59,17 @@ if TYPE_CHECKING:
 
 _SILENCE_S = 5.0
 """A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
+_ANNOUNCE_S = 0.5
+"""Between two looks for something to announce that no instruction came with."""
 _OPINIONS_S = 0.3
 """Time from the first suspicion to the decision, for the opinions of the other ranks."""
 
 
 class RunMembers:
-    def __init__(self, host: HostWorkers, peers: PeerMonitor, open_store: Callable[[], str]) -> None:
-        """`open_store` returns the store's address, and opens it if it isn't yet."""
+    def __init__(self, host: HostWorkers, peers: PeerMonitor, open_store: Callable[[], str], node: int = 0) -> None:
+        """`open_store` returns the store's address, and opens it if it isn't yet; `node`: the number of this machine."""
         self._host = host
+        self._node = node
         self._machines = RemoteMachines(peers, host.print_line)
         self._open_store = open_store
         self._workers: dict[str, WorkerProcess | RemoteWorker] = {}
@@ -69,7 +79,7 @@ class RunMembers:
         """Of the first workers."""
         self._decider: MembershipDecider | None = None
         self._specs: dict[int, WorkerSpec] = {}
-        """By place; the spec of its first worker."""
+        """Of this machine's places, by local rank: the spec of the first worker."""
         self._devices: dict[int, RankDevice] = {}
         self._due: list[tuple[float, StartWorker]] = []
         self._suspects: dict[str, Suspects] = {}
@@ -78,7 +88,9 @@ class RunMembers:
         self._stalls = StallMonitor()
         self._reported_stalls: set[str] = set()
         self._next_step = 0
-        self._limits_silence = False
+        self._has_begun = False
+        self._announced: dict[str, Any] = {}
+        self._announced_s = 0.0
         self._ends = False
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
@@ -90,11 +102,13 @@ class RunMembers:
             self._places = dict(zip(specs[0].workers, places_of(world), strict=True))
         elif elastic:
             self._devices = dict(enumerate(parse_devices(self._host.request.devices, read_host())))
-            self._places = {spec.worker: _place(index, spec, self._devices[index]) for index, spec in enumerate(specs)}
+            self._places = {
+                spec.worker: place_of(index, spec, self._devices[index]) for index, spec in enumerate(specs)
+            }
         if elastic:
             self._specs = dict(enumerate(specs))
             self._decider = MembershipDecider(self._places, specs[0].store, self._host.request.max_restarts)
-        self._machines.num_places = len(self._places)
+        self._machines.take_over(len(self._places), {place.node for place in self._places.values()})
         for spec in specs:
             self._workers[spec.worker] = self._host.start(spec, with_channel=elastic)
         for place in [place for place in self._places.values() if place.node != 0]:
@@ -146,10 +160,11 @@ class RunMembers:
         self._poll_joiners(decider)
         self._poll_leavers(decider)
         self._judge_suspects(decider)
-        if not self._limits_silence and decider.why_not_without(()) != NOT_BEGUN:
-            self._limits_silence = True
-            self._machines.limit_silence(_SILENCE_S)
+        if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
+            self._begin()
         now_s = time.monotonic()
+        if now_s - self._announced_s >= _ANNOUNCE_S:
+            self._announce(decider)
         if self._stalls.is_due(now_s):
             self._end_stalled(decider, now_s)
         due = [start for due_s, start in self._due if due_s <= now_s]
@@ -159,6 +174,19 @@ class RunMembers:
                 self._act(decider.request_leave(start.worker))
             elif start.worker in decider.joiners:
                 self._start_joiner(decider, start)
+
+    def _begin(self) -> None:
+        """All ranks train."""
+        self._has_begun = True
+        self._machines.limit_silence(_SILENCE_S)
+
+    def _announce(self, decider: MembershipDecider) -> None:
+        """Let the other machines know what the next coordinator must, if it has changed; not before the run can go on."""
+        self._announced_s = time.monotonic()
+        state = {**decider.state(), "num_places": self._machines.num_places, "seated": sorted(self._machines.seated)}
+        if self._has_begun and state != self._announced:
+            self._announced = state
+            self._machines.announce(state)
 
     def absorb(self, failures: Mapping[str, FailureReport]) -> str | None:
         """Go on without these members if that is possible; otherwise return what to add to the report of their failures."""
@@ -184,82 +212,50 @@ class RunMembers:
             self._act(self._decider.finished(finished))
             self._due.clear()
 
-    @property
-    def staying(self) -> dict[str, WorkerSpec]:
-        """The workers that train or will, and what each was started with. ConfigError: the members of this run can't change."""
-        decider = self._changeable()
-        return {name: self._specs[decider.places[name].index] for name in decider.staying}
-
-    @property
-    def has_leavers(self) -> bool:
-        """True while a worker that has left still runs."""
-        return len(self.workers) > len(self._decider.members if self._decider is not None else self._workers)
-
-    def why_not_change(self) -> str:
-        """Return why the members of this run can't change now; empty if they can."""
-        if self._decider is None:
-            return "it runs in one process (strategy dp), or compares its ranks"
-        return self._decider.why_not_without(())
-
-    def device_of(self, name: str) -> RankDevice:
-        return self._devices[self._changeable().places[name].index]
-
-    def add(self, device: RankDevice, planned: WorkerSpec) -> str:
-        """Start a worker on a device, which joins at the end of a step; return its name."""
-        decider, index = self._changeable(), len(self._specs)
-        decider.store = self._open_store()
-        used = {core for process in self.own_workers for core in process.spec.cores}
-        self._specs[index] = at_device(replace(self._specs[0], throttle={}, local_rank=index), planned, used)
-        self._devices[index] = device
-        before = set(decider.places)
-        self._act(decider.request_join(_place(index, self._specs[index], device)))
-        return next(name for name in decider.places if name not in before)
-
-    def remove(self, name: str) -> None:
-        """Let a worker leave at the end of a step."""
-        self._act(self._changeable().request_leave(name))
-
-    def _changeable(self) -> MembershipDecider:
-        if self._decider is None:
-            raise ConfigError(f"the devices of this run can't change: {self.why_not_change()}")
-        if why := self.why_not_change():
-            raise ConfigError(f"the devices of this run can't change now: {why}")
-        return self._decider
-
     # -- messages -------------------------------------------------------------------------------------------------------
 
     def _follow_machines(self) -> None:
         for event in self._machines.poll():
-            if isinstance(event, PeerLost):
-                self._lose_machine(event)
-            elif isinstance(event, PeerJoined):
-                self._print(f"{event.machine.name} is here; its devices start, and join at the end of a step")
-            elif event.kind == "stop_joins":
-                self.stop_joins()
+            self._take_event(event)
         if (decider := self._decider) is not None and (why := decider.why_not_without(())) != NOT_BEGUN:
             for place in self._machines.take_places():
                 self._act(decider.request_join(place) if not why else [])  # at the end they wait for the others
 
-    def _lose_machine(self, lost: PeerLost) -> None:
-        """Go on without a machine and its ranks, or end the run."""
-        names = [name for name in self._machines.lose(lost.node) if name not in self._gone]
+    def _take_event(self, event: PeerEvent) -> None:
+        if isinstance(event, PeerLost):
+            self._lose_machines([event])
+        elif isinstance(event, PeerJoined):
+            self._print(f"{event.machine.name} is here; its devices start, and join at the end of a step")
+        elif isinstance(event, PeerMessage) and event.kind == "stop_joins":
+            self.stop_joins()
+
+    def _lose_machines(self, lost: Sequence[PeerLost], new_coordinator_s: float = 0.0) -> None:
+        """Go on without machines and their ranks, or end the run; `new_coordinator_s`: when the last one was lost."""
+        names = [name for one in lost for name in self._machines.lose(one.node) if name not in self._gone]
         self._gone.update(names)
         decider = self._decider
         ends = names if decider is None else [name for name in names if name in decider.members]
         why = NOT_BEGUN if decider is None else decider.why_not_without(ends)
-        if ends and why:
+        if (ends or new_coordinator_s) and why:
             reason = "" if why == NOT_BEGUN else f"\nthe run can't go on: {why}"
-            self.end_cause = replace(cause := cause_of_loss(lost), text=cause.text + reason)
+            self.end_cause = replace(cause := cause_of_loss(lost[0]), text=cause.text + reason)
             return
         if decider is None:
             return
-        self._print(f"{lost.name} is gone: {lost.reason}")
-        self._due = [(due_s, start) for due_s, start in self._due if start.place.node != lost.node]
-        for name in [name for name in decider.staying if decider.places[name].node == lost.node and name not in names]:
+        for one in lost:
+            self._print(f"{one.name} is gone: {one.reason}")
+        nodes = [one.node for one in lost]
+        self._due = [(due_s, start) for due_s, start in self._due if start.place.node not in nodes]
+        for name in [name for name in decider.staying if decider.places[name].node in nodes and name not in names]:
             self._act(decider.request_leave(name))  # it was about to be restarted there
         texts = [f"rank {decider.rank_of(name)} ({self.where(name)}) is lost with its machine" for name in names]
-        losses = [LostWorker(name, text, time.time()) for name, text in zip(names, texts, strict=True)]
-        self._act(decider.lost(losses, restart=False))
+        at_s = new_coordinator_s or time.time()
+        losses = [LostWorker(name, text, at_s) for name, text in zip(names, texts, strict=True)]
+        main = decider.members[0]
+        self._act(decider.lost(losses, restart=False, new_coordinator=new_coordinator_s > 0))
+        if main in names and self.end_cause is None:
+            where = self.where(decider.members[0])
+            self._print(f"rank 0 is {where} from now on; records and checkpoints are written there")
 
     def _receive(self, decider: MembershipDecider, message: Message) -> None:
         if isinstance(message, Capable):
@@ -290,6 +286,8 @@ class RunMembers:
         if change.lost:
             took_s = time.time() - max(loss.time_s for loss in change.lost)
             texts.append(f"training goes on {took_s:.1f} s after the loss")
+        elif not texts:
+            texts.append("training goes on")
         self._print(f"{'; '.join(texts)}: {ranks} from step {self._next_step}")
 
     def _judge_suspects(self, decider: MembershipDecider) -> None:
@@ -373,8 +371,8 @@ class RunMembers:
             "generation": 0,
             "joining": True,
         }
-        if place.node == 0:
-            spec = replace(self._specs[place.index], **fields, store=decider.store)
+        if place.node == self._node:
+            spec = replace(self._specs[place.local_rank], **fields, store=decider.store)
             self._workers[start.worker] = self._host.start(spec, with_channel=True)
             return
         spec = replace(self._specs[0], **fields, local_rank=place.local_rank, device=place.device)
@@ -387,6 +385,8 @@ class RunMembers:
         self._workers[name].close()
 
     def _act(self, instructions: Sequence[Instruction]) -> None:
+        if self._decider is not None and any(isinstance(one, SendChange | StartWorker) for one in instructions):
+            self._announce(self._decider)
         for instruction in instructions:
             match instruction:
                 case SendChange(change, to):
@@ -412,9 +412,3 @@ class RunMembers:
 
     def _print(self, text: str) -> None:
         self._host.print_line(text)
-
-
-def _place(index: int, spec: WorkerSpec, device: RankDevice) -> WorkerPlace:
-    return WorkerPlace(
-        index, "+".join(device.devices) or device.device, spec.device_names[spec.rank], spec.inner_backend
-    )

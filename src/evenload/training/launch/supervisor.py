@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
-from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor, cause_of_loss
+from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor, Takeover, cause_of_loss
 from evenload.training.launch import stop_status
+from evenload.training.launch.changeable_members import ChangeableMembers
 from evenload.training.launch.device_changes import change_devices
 from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
@@ -116,7 +117,7 @@ class _Supervisor:
         self._store: StoreServer | None = None
         self._store_address = ""
         self._peers = PeerMonitor()
-        self._members: RunMembers | RelayedMembers = RunMembers(self._host, self._peers, self._open_store)
+        self._members: RunMembers | RelayedMembers = ChangeableMembers(self._host, self._peers, self._open_store)
         self._world: World | None = None
         self._machine = ""
         self._causes_by_worker: dict[str, FailureCause] = {}
@@ -171,14 +172,13 @@ class _Supervisor:
         if self._control is not None:
             self._control.close()
         self._peers.close()
-        if self._store is not None:
-            self._store.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._close_store()
         if self._throttle is not None:
             self._throttle.close()
 
-    def _join_world(self, specs: Sequence[WorkerSpec], config: RendezvousConfig | None = None) -> Sequence[WorkerSpec]:
+    def _join_world(
+        self, specs: Sequence[WorkerSpec], config: RendezvousConfig | None = None, others: Sequence[str] = ()
+    ) -> Sequence[WorkerSpec]:
         """Open the store's port, on several machines after the rendezvous, and return the workers with their global ranks."""
         config = config or self._request.rendezvous
         if config is None:
@@ -191,13 +191,13 @@ class _Supervisor:
 
         may_change = can_change(self._request, specs[0])
         launch = local_launch(self._request.arguments, self._request.settings, specs, may_change)
-        result = run_rendezvous(config, launch, lambda: bool(self.received_signals), _print)
+        result = run_rendezvous(config, launch, lambda: bool(self.received_signals), _print, others)
         if result is None:
             return specs
         self._peers, self._listener = result.monitor, result.listener
         machines = result.world.machines
         if self._peers.coordinates:
-            self._members = RunMembers(self._host, self._peers, self._open_store)
+            self._members = RunMembers(self._host, self._peers, self._open_store, result.node_rank)
         else:
             self._members = RelayedMembers(self._host, self._peers, result.store, result.is_late)
         self._world = result.world
@@ -205,31 +205,49 @@ class _Supervisor:
         for line in result.world.describe() if not result.is_late else ():
             _print(line)
         if result.is_late:
-            _print(f"the run on {machines[0].name} is in progress; the devices here join at the end of a step")
-        if result.node_rank != 0:
+            _print(f"the run on {result.coordinator} is in progress; the devices here join at the end of a step")
+        elif result.node_rank != 0:
             _print(f"progress is shown on {machines[0].name}, which writes the run folder")
         return assign(specs, result.assignments())
 
     def _joins_again(self, planned: Sequence[WorkerSpec]) -> bool:
-        """Join the run again, with new workers, when the network was down: the other machines go on meanwhile.
+        """Join the run again, at one of the other machines, where this one was cut off; the ranks begin anew.
 
-        LaunchError: the coordinator does not answer in time, or refuses.
+        LaunchError: no coordinator answers in time, or it refuses.
         """
-        lost, config = self._peers.coordinator_lost, self._request.rendezvous
+        lost, config = self._peers.cut_off, self._request.rendezvous
         if lost is None or config is None or not lost.is_silent or self.received_signals:
             return False
-        wait_s = max(_AGAIN_S, config.connect_wait_s)
+        wait_s, others = max(_AGAIN_S, config.connect_wait_s), self._peers.endpoints
         self._outputs.print_line(
             f"evenload: {lost.name} is gone: {lost.reason}. The ranks here have ended; this machine tries for {wait_s:.0f} s to "
             "join again"
         )
         self._host.forget()
         self._peers.close()
-        self._peers = PeerMonitor()
-        specs = self._join_world(planned, replace(config, wait_s=wait_s))
-        if not self.received_signals:
-            self._members.start(specs, self._world)
-        return not self.received_signals
+        self._close_store()
+        self._peers, self._causes_by_worker = PeerMonitor(), {}
+        specs = self._join_world(planned, replace(config, wait_s=wait_s), others)
+        if self._listener is None:  # a signal has come
+            return False
+        self._members.start(specs, self._world)
+        self._open_store()
+        return True
+
+    def _take_over(self, takeover: Takeover) -> None:
+        """Coordinate the run from now on: its coordinator is lost."""
+        from evenload.training.launch.taken_over import TakenOverMembers
+
+        if isinstance(self._members, RelayedMembers):
+            specs, self._peers = self._members.specs, takeover.monitor
+            self._members = TakenOverMembers(self._host, self._peers, self._open_store, specs, takeover)
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._store = self._listener = None
 
     def _open_store(self) -> str:
         """Return the store's address; open it first if a run of one rank has none."""
@@ -274,6 +292,8 @@ class _Supervisor:
     def _tick(self) -> None:
         """Forward output, or wait for a moment, then poll everything else."""
         self._outputs.pump(_POLL_S)
+        if (takeover := self._peers.takeover) is not None:
+            self._take_over(takeover)
         self._members.poll()
         if self._throttle is not None:
             self._throttle.poll()
@@ -281,7 +301,7 @@ class _Supervisor:
             self._run_folder = Path((self._folder / RUN_FOLDER_FILE).read_text().strip())
             if self._view is not None:
                 self._view.follow(self._run_folder)
-        if self._control is not None and isinstance(self._members, RunMembers):
+        if self._control is not None and isinstance(self._members, ChangeableMembers):
             members, settings = self._members, self._request.settings
             self._control.poll(lambda text: change_devices(members, text, settings), members.changes)
             if self._queue_devices is not None:
@@ -292,10 +312,11 @@ class _Supervisor:
             self._view.poll()
 
     def _causes(self) -> list[FailureCause]:
-        """Return the known causes of a failure on all machines, the most likely first; on a member, a lost coordinator."""
+        """Return the known causes of a failure on all machines, the most likely first; on a member, that it is cut off."""
+        if (cut_off := self._peers.cut_off) is not None:
+            return [cause_of_loss(cut_off)]
         if not isinstance(self._members, RunMembers):
-            lost = self._peers.coordinator_lost
-            return [] if lost is None else [cause_of_loss(lost)]
+            return []
         failures = {
             worker.spec.worker: failure
             for worker in self._members.workers
@@ -334,7 +355,7 @@ class _Supervisor:
         began, num_signals = time.monotonic(), len(self.received_signals)
         while len(self.received_signals) == num_signals and self._peers.end_cause is None:
             wait_s = _END_CAUSE_WAIT_S
-            if self._peers.coordinates or self._peers.coordinator_lost is not None:
+            if self._peers.coordinates or self._peers.cut_off is not None:
                 wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _EARLIER_CAUSE_WAIT_S
             nobody_left = self._request.rendezvous is None and all(
                 worker.poll() is not None for worker in self._members.own_workers

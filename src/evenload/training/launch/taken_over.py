@@ -1,0 +1,79 @@
+"""`TakenOverMembers`: the workers of a run on the machine that takes over when the coordinator is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from evenload.rendezvous.peer_monitor import PeerEvent, PeerJoined, PeerLost, PeerMessage, PeerMonitor, Takeover
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.host_workers import HostWorkers
+from evenload.training.launch.membership_decider import MembershipDecider, StartWorker
+from evenload.training.launch.run_members import RunMembers
+
+
+class TakenOverMembers(RunMembers):
+    """Decides nothing until each machine has reported what its workers have said and which of them still run."""
+
+    def __init__(
+        self,
+        host: HostWorkers,
+        peers: PeerMonitor,
+        open_store: Callable[[], str],
+        specs: Sequence[WorkerSpec],
+        takeover: Takeover,
+    ) -> None:
+        """`specs`: of this machine's ranks, by local rank."""
+        state = takeover.state
+        super().__init__(host, peers, open_store, state.coordinator)
+        self._decider = self._restored = decider = MembershipDecider.of_state(
+            state.members, open_store(), host.request.max_restarts
+        )
+        self._specs = dict(enumerate(specs))
+        self._lost, self._lost_s = [*takeover.lost], takeover.lost_s
+        self._awaited = {*state.present} - {self._node}
+        self._resumed = False
+        self._started = {*host.by_worker}
+        """Workers that their machines have started."""
+        self._begin()
+        self._machines.take_over(state.members["num_places"], state.members["seated"])
+        for name, place in decider.places.items():
+            if place.node == self._node and name in host.by_worker:
+                self._workers[name] = host.by_worker[name]
+            elif place.node != self._node:
+                spec = replace(specs[0], rank=0, world_size=1, workers=(name,), device=place.device)
+                self._workers[name] = self._machines.add(spec, place)
+        for name in {*host.by_worker} - {*decider.places}:
+            host.by_worker[name].kill()
+        for node in state.present:
+            self._machines.join(PeerJoined(node, state.machines[node]))
+        self._print(
+            f"this machine coordinates the run from now on; further ones join it with --host {takeover.endpoint}"
+        )
+
+    def poll(self) -> None:
+        if self._awaited:
+            self._follow_machines()
+        elif not self._resumed:
+            self._resumed = True
+            self._resume()
+        else:
+            super().poll()
+
+    def _take_event(self, event: PeerEvent) -> None:
+        if isinstance(event, PeerMessage) and event.kind == "reported":
+            self._awaited.discard(event.node)
+            self._started.update(map(str, event.content["workers"]))
+            self._machines.end_unknown(event.node, event.content["workers"])
+        elif isinstance(event, PeerLost) and not self._resumed:
+            self._awaited.discard(event.node)
+            self._lost.append(event)
+        else:
+            super()._take_event(event)
+
+    def _resume(self) -> None:
+        """Go on without the lost machines, and start the joiners that the last coordinator could not start any more."""
+        decider = self._restored
+        unstarted = [name for name in decider.joiners if name not in self._started]
+        self._lose_machines(self._lost, new_coordinator_s=self._lost_s)
+        self._act([StartWorker(name, decider.places[name]) for name in unstarted if name in decider.joiners])
