@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -46,6 +47,10 @@ _LONG_FILES = (
 # Modules whose assertions pytest has rewritten are kept for the next run, also where PYTHONDONTWRITEBYTECODE is set: rewriting
 # them takes each worker ten seconds.
 sys.dont_write_bytecode = False
+
+# A shell's background commands, and all that they start, inherit that SIGINT is ignored: no test of Ctrl-C would end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A collection of garbage searches all that torch and thousands of tests have made: a sixth of the time of the unit tests.
 gc.disable()

@@ -219,7 +219,6 @@ def test_a_handler_of_the_scripts_own_stays(tmp_path: Path) -> None:
 
 def _two_models(folder: str) -> tuple[Any, list[int], bool]:
     """Gradients of one model are gathered over two steps: a stop waits until they are used."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
     run = evenload.init(project_dir=folder, seed=0)
     torch.manual_seed(5)
     first, second = nn.Linear(6, 1).double(), nn.Linear(6, 1).double()
