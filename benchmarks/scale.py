@@ -48,7 +48,8 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, totals_of
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import COLUMNS, SECONDS
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.stats import StepStats
+from evenload.training.step.step_recorder import StepRecorder
 
 STEPS = {64: 300, 1_000: 120, 10_000: 16}
 RANKS_PER_HOST = 8

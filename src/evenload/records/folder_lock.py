@@ -18,10 +18,15 @@ def lock_folder(folder: Path) -> IO[str]:
     """Acquire the lock of a run folder. It ends with the file or this process; loader workers do not inherit it.
 
     Raises:
-        ConfigError: another process holds it.
-        OSError: the folder is not writable.
+        ConfigError: another process holds it, or the folder is not writable.
     """
-    file = (folder / LOCK_FILE).open("a+")
+    path = folder / LOCK_FILE
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} is not writable ({error}); set project_dir to a writable folder"
+        ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -32,7 +37,7 @@ def lock_folder(folder: Path) -> IO[str]:
         file.close()
         raise ConfigError(
             f"the run folder {folder} is in use by {holder}: set another project_dir for this run, or end that one first "
-            "(several devices make one run: evenload run -d 0,1 train.py)"
+            f"(several devices make one run: evenload run -d 0,1 train.py). If it is gone with its machine, delete {path}"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -17,6 +17,7 @@ from evenload.records.folder_lock import lock_folder
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
 from evenload.records.media import kind_of, write_media
+from evenload.records.reader import last_step_in
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 CONFIG_FILE = "config.toml"
@@ -65,7 +66,8 @@ class Recorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as opened:  # on failure nothing stays open
-                if not takes_over:  # from a process that may hang, with the lock
+                # A rank takes over from a process that may hang, with the lock.
+                with contextlib.suppress(ConfigError) if takes_over else contextlib.nullcontext():
                     opened.enter_context(lock_folder(folder))
                 self._events = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.EVENTS_FILE)))
                 self._steps = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.STEPS_FILE)))
@@ -79,6 +81,11 @@ class Recorder:
             ) from error
         of_job: dict[str, Any] = {} if job is None else {"job": job}
         self.event("open", "", total_steps=total_steps, **of_job)
+
+    @property
+    def is_followed(self) -> bool:
+        """True if another process has written later steps into this folder."""
+        return self._folder is not None and last_step_in(self._folder) > self._last_step
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Write one event; print its message, unless empty, if this recorder prints.

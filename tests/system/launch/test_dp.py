@@ -86,7 +86,7 @@ def test_one_process_gives_the_weights_of_two(tmp_path: Path) -> None:
 
 def test_throttled_replicas_share_by_their_speeds(tmp_path: Path) -> None:
     body = (
-        _script(epochs=4)
+        _script(epochs=8)
         .replace("nn.Linear(8, 16, bias=False)", "nn.Linear(8, 16, bias=False)")
         .replace("return F.cross", "work = torch.randn(len(batch[0]) * 2000, 96) @ torch.randn(96, 96); return F.cross")
     )

@@ -58,6 +58,15 @@ SAME: dict[str, Any] = {
     "split": lambda: DataLoader(random_split(Numbers(40), [30, 10], torch.Generator().manual_seed(1))[0], 8),
     "tensors": lambda: DataLoader(TensorDataset(floats(), floats(1).long()), 8),
     "arrays": lambda: DataLoader(Held(x=floats().numpy(), y=numpy.arange(40), z=torch.zeros(2).bfloat16(), n=3), 8),
+    "long rows": lambda: DataLoader(
+        Held(
+            x=torch.zeros(40, 3, 250, 200),
+            y=torch.ones(1, 300_000),
+            z=torch.zeros(3, 200_000).T,
+            n=numpy.ones((2, 300_000)),
+        ),
+        8,
+    ),
     "objects": lambda: DataLoader(
         Held(x=numpy.array([object()]), y=[1], z=numpy.array(["a"]), t=torch.zeros(2, 3).T), 8
     ),

@@ -65,6 +65,9 @@ LEGITIMATE = {
         DATA, 8, sampler=WeightedRandomSampler(torch.ones(64), 32, generator=torch.Generator().manual_seed(rank))
     ),
     "hidden generators": lambda rank: DataLoader(DATA, 8, sampler=Own(lambda: noisy(rank))),
+    "a subset drawn on each rank": lambda rank: DataLoader(
+        DATA, 8, sampler=np.random.default_rng(rank).permutation(64)[:32].tolist()
+    ),
     "another order": lambda rank: DataLoader(DATA, 8, sampler=Own(lambda: fixed_order(rank))),
     "keys that can't be compared": lambda rank: DataLoader(DATA, 8, sampler=Own(lambda: [{rank}] * 8)),
 }
@@ -125,6 +128,13 @@ SHARDED = {
 }
 SAME = {
     "an image decoded on unlike machines": lambda rank: [image(index, rank) for index in range(32)],
+    "augmented on each rank": lambda rank: [
+        (index, np.random.default_rng(100 * rank + index).normal(size=4)) for index in range(32)
+    ],
+    "files in other folders": lambda rank: [f"/disk{rank}/{index}.jpg" for index in range(32)],
+    "sound decoded on unlike machines": lambda rank: [
+        (1000 * np.sin(np.arange(64) * (1 + index)) + rank).astype(np.int16) for index in range(32)
+    ],
     "noise of its own": lambda rank: np.random.default_rng().normal(size=(32, 4)),
     "seeded for all": lambda rank: torch.randperm(32).tolist(),
 }

@@ -21,7 +21,8 @@ from evenload.records.values import SEGMENTS, RankSpread, RankTimes, StepRecord
 from evenload.training.comm.control import CAPACITY
 from evenload.training.data.tuning import ReadSettings
 from evenload.training.step.report import COLUMNS, Reports
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.stats import StepStats
+from evenload.training.step.step_recorder import StepRecorder
 from evenload.views.run.history import RunHistory
 from evenload.views.run.panel import render_panel
 from evenload.views.run.summary import summarize_run

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.records import values
 from evenload.training.comm import clock
-from evenload.training.step import stats
+from evenload.training.step import step_recorder
 
 SOURCE = str(Path(evenload.__file__).parent)
 MOST_CALLS = 252
@@ -26,7 +26,7 @@ NUM_STEPS = 20
 
 
 def test_a_step_on_one_device_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "_WRITE_EVERY_S", 0.0)  # each step by itself, however long the steps take
+    monkeypatch.setattr(step_recorder, "_WRITE_EVERY_S", 0.0)  # each step by itself, however long the steps take
     run = evenload.init(project_dir=tmp_path / "run", seed=0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     data = TensorDataset(torch.randn(400, 8), torch.randn(400, 1))

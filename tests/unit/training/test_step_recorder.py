@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from evenload.balance.values import StepPlan
-from evenload.records.reader import read_steps
+from evenload.records.reader import last_step_in, read_events, read_steps
 from evenload.records.recorder import Recorder
-from evenload.training.step import stats as module
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.records.values import RunEvent
+from evenload.training.step import step_recorder as module
+from evenload.training.step.stats import StepStats
+from evenload.training.step.step_recorder import StepRecorder
 
 
 def end_step(recorder: StepRecorder, index: int, *, at_once: bool = False) -> None:
@@ -74,3 +77,35 @@ def test_a_rank_that_takes_over_writes_the_steps_that_the_other_had_not(tmp_path
     second.close(ended_well=True)
     assert written(tmp_path) == [*range(7)]
     killed.close()
+
+
+@pytest.mark.usefixtures("hour")
+def test_a_rank_that_leaves_writes_its_steps_unless_the_next_one_has(tmp_path: Path) -> None:
+    for is_late in (False, True):
+        folder = tmp_path / str(is_late)
+        first, second = StepRecorder(Recorder(folder), True), StepRecorder(None, False)
+        for index in range(6):
+            for recorder in (first, second):
+                end_step(recorder, index)
+        if not is_late:
+            first.hand_over()
+        second.take_over(Recorder(folder, takes_over=True), last_step_in(folder))
+        for index in (6, 7):
+            end_step(second, index, at_once=True)
+        if is_late:
+            first.hand_over()
+        first.close(ended_well=True)
+        second.close(ended_well=True)
+        assert written(folder) == [*range(8)]
+
+
+@pytest.mark.usefixtures("hour")
+def test_events_of_steps_are_written_in_the_order_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = StepRecorder(Recorder(tmp_path), True)
+    monkeypatch.setattr(
+        recorder, "_bottleneck", SimpleNamespace(take=lambda record, _: [RunEvent("seen", str(record.step), 0.0)])
+    )
+    for index in range(4):
+        end_step(recorder, index)
+    recorder.close(ended_well=True)
+    assert [event.step for event in read_events(tmp_path) if event.kind == "seen"] == [0, 1, 2, 3]

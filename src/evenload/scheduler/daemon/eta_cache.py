@@ -28,11 +28,13 @@ class EtaCache:
     def forecasts(self, snapshot: QueueSnapshot, last: int, now_s: float, job: str = "") -> Mapping[str, Forecast]:
         """Return each job's forecast, as of now or a moment ago. Of jobs submitted since, only `job` is sure to be there.
 
+        A job that no device may serve, as of a user whose budget is spent, has none.
+
         `last`: number of the last event in the snapshot.
         """
         began_s = time.monotonic()
         fresh_s = _COST_FACTOR * self._cost_s + (_FRESH_S if last == self._last else 0.0)
-        if began_s - self._done_s >= fresh_s or (job and job not in self._jobs):
+        if began_s - self._done_s >= fresh_s or (job and job not in self._jobs and last != self._last):
             self._jobs, self._last = forecast(snapshot, now_s, _MAX_FORECASTS), last
             self._done_s = time.monotonic()
             self._cost_s = self._done_s - began_s

@@ -71,7 +71,7 @@ def describe_unweighted(data: Any, loss: torch.Tensor) -> str:
 def describe_weight(loss: torch.Tensor, weight: torch.Tensor | float) -> str:
     """Return why a weight counts no units of the loss, and what to return; empty if nothing shows it."""
     number = float(weight)
-    if not 0 < number < 1 and number != float(loss.detach()):
+    if not 0 < number < 1 and (number.is_integer() or number != float(loss.detach())):
         return ""
     return (
         f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "

@@ -14,6 +14,7 @@ from torch.utils.data import (
     IterDataPipe,
     RandomSampler,
     Sampler,
+    SequentialSampler,
 )
 
 from evenload.errors import ConfigError, DataError
@@ -166,7 +167,11 @@ def _check_map(loader: DataLoader[Any]) -> None:
         raise DataError(
             "DataLoader(batch_size=None) has no batches to split over ranks; set batch_size to the global batch"
         )
-    is_odd = isinstance(loader.dataset, str | bytes | Mapping)
+    is_odd = isinstance(loader.dataset, str | bytes) or (
+        isinstance(loader.dataset, Mapping)
+        and isinstance(loader.sampler, SequentialSampler | RandomSampler)
+        and 0 not in loader.dataset
+    )
     if is_odd or (not hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__getitems__")):
         raise DataError(
             f"the dataset, {type(loader.dataset).__qualname__}, {'is no dataset' if is_odd else 'has no __getitem__'}: give the "

@@ -179,16 +179,19 @@ def _signs() -> torch.Tensor:
 
 
 def _ends(values: Any) -> Any:
-    """Return the first and last values of a tensor or array, flat; of a view that is not contiguous whole rows."""
-    num_rows = _END_VALUES
-    if len(values.shape) > 1:
-        num_rows = max(1, _END_VALUES // max(1, math.prod(values.shape[1:])))
-    elif not values.shape:
-        return values.reshape(-1)
-    if len(values) <= 2 * num_rows:
+    """Return the first and last values of a tensor or array, flat: all of it, or at most `_END_VALUES` of each end."""
+    if math.prod(values.shape) <= 2 * _END_VALUES:
         return values.reshape(-1)
     join = torch.cat if isinstance(values, torch.Tensor) else sys.modules["numpy"].concatenate
-    return join([values[:num_rows].reshape(-1), values[-num_rows:].reshape(-1)])
+    return join([_end(values, first=True), _end(values, first=False)])
+
+
+def _end(values: Any, *, first: bool) -> Any:
+    # By rows: to flatten a view that is not contiguous copies all of it.
+    while len(values.shape) > 1 and math.prod(values.shape[1:]) >= _END_VALUES:
+        values = values[0 if first else -1]
+    num_rows = max(1, _END_VALUES // max(1, math.prod(values.shape[1:])))
+    return (values[:num_rows] if first else values[-num_rows:]).reshape(-1)
 
 
 def _entries(samples: Sequence[Any]) -> tuple[list[Any], torch.Tensor]:

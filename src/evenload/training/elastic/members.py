@@ -127,6 +127,7 @@ class Members(StepListener):
 
     def _leave(self, step: Step) -> None:
         self._context.loop.leave()
+        self._context.recorder.hand_over()
         self._changes.send(Leaving(self._worker))
         raise SystemExit(0)
 

@@ -48,8 +48,8 @@ from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.session import async_run
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
-from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
+from evenload.training.step.step_recorder import StepRecorder
 
 _NAME_WORDS = 8
 """Numbers that hold the name of a device, 6 bytes each: integers below 2^53 are exact."""

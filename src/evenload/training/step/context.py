@@ -19,8 +19,8 @@ from evenload.training.launch.environment import WorkerSpec
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.engine import Engine
-from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
+from evenload.training.step.step_recorder import StepRecorder
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from evenload.training.step.exchange import ReportExchange, check_trained, total
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
 from evenload.training.step.report import NO_REPORTS, OwnReport, exact_sum
-from evenload.training.step.stats import StepRecorder
+from evenload.training.step.step_recorder import StepRecorder
 from evenload.training.step.totals_reader import TotalsReader
 
 MAX_ATTEMPTS = 40

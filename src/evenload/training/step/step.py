@@ -309,7 +309,8 @@ class StepLoop:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:
             listener.on_trained(step)
-        self.engine.recorder.step(step.record_index, step.batch.plan, stats, step.arm, at_once=step.committed)
+        at_once = step.committed or self.left_early
+        self.engine.recorder.step(step.record_index, step.batch.plan, stats, step.arm, at_once=at_once)
 
     def end_epoch(self) -> None:
         self.settle()

@@ -25,7 +25,8 @@ from evenload.training.comm.generation import Generation
 from evenload.training.compute.precision import Precision
 from evenload.training.parallel.strategy import StepResult
 from evenload.training.step.report import NO_REPORTS, Reports
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.stats import StepStats
+from evenload.training.step.step_recorder import StepRecorder
 
 MAX_SKIPPED_STEPS = 3
 """Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""

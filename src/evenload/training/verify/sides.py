@@ -31,7 +31,8 @@ from evenload.training.step.attempt import Attempt
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.stats import StepStats
+from evenload.training.step.step_recorder import StepRecorder
 from evenload.training.verify.double import in_double
 from evenload.training.verify.random_draws import SharedDraws
 from evenload.training.verify.saved_state import Tracked, batch_norms, no_dropout, switched_off
