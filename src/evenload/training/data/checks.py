@@ -167,10 +167,11 @@ def _check_map(loader: DataLoader[Any]) -> None:
         raise DataError(
             "DataLoader(batch_size=None) has no batches to split over ranks; set batch_size to the global batch"
         )
-    is_odd = isinstance(loader.dataset, str | bytes) or (
-        isinstance(loader.dataset, Mapping)
+    dataset: Any = loader.dataset
+    is_odd = isinstance(dataset, str | bytes) or (
+        isinstance(dataset, Mapping)
         and isinstance(loader.sampler, SequentialSampler | RandomSampler)
-        and 0 not in loader.dataset
+        and 0 not in dataset
     )
     if is_odd or (not hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__getitems__")):
         raise DataError(
