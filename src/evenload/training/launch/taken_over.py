@@ -53,7 +53,8 @@ class TakenOverMembers(RunMembers):
 
     def poll(self) -> None:
         if self._awaited:
-            self._follow_machines()
+            for event in self._machines.poll():  # nobody joins yet: what has been started is not known
+                self._take_event(event)
         elif not self._resumed:
             self._resumed = True
             self._resume()
