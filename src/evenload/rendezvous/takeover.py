@@ -168,7 +168,12 @@ class Candidate:
             PeerLost(
                 node, state.machines[node].name, loss.reason if node == before.coordinator else "it does not answer"
             )
-            for node in before.present
+            for node in dict.fromkeys((*before.present, *_nodes_of(before)))
             if node not in voters
         )
         return Takeover(monitor, state, lost, loss.time_s, endpoint)
+
+
+def _nodes_of(state: RunState) -> list[int]:
+    """Return the machines of all announced workers: one that was lost before may still have some, whose change is on its way."""
+    return [int(place["node"]) for place in state.members.get("places", {}).values()]

@@ -126,6 +126,13 @@ def test_machines_that_have_ended_are_not_waited_for():
         assert [(lost.node, lost.reason) for lost in found[2].lost] == [(0, "it is gone"), (1, "it does not answer")]
 
 
+def test_machines_that_were_excluded_before_are_lost_with_the_ranks_that_are_announced():
+    with run_of(4, (1, 2)) as run:
+        places = {"worker-3": {"node": 3}, "worker-2": {"node": 2}}
+        newer = dataclasses.replace(run.state, version=7, voters=((0, 1, 2),), members={"places": places})
+        assert [lost.node for lost in run.outcomes({1: newer, 2: newer})[1].lost] == [0, 3]
+
+
 def test_one_of_two_goes_on_only_if_the_coordinator_has_ended():
     with run_of(2, (1,)) as run:
         assert isinstance(run.outcomes()[1], Takeover)

@@ -18,9 +18,7 @@ _ATTEMPT = timedelta(seconds=1)
 _LATE = "TORCH_GLOO_LAZY_INIT"
 
 
-def connect(
-    membership: Membership, rank: int, timeout: timedelta, check: Callable[[], None] | None = None
-) -> Store:
+def connect(membership: Membership, rank: int, timeout: timedelta, check: Callable[[], None] | None = None) -> Store:
     """Return the store of `Membership.store`; RuntimeError if it can't be reached.
 
     `check` is called every few seconds meanwhile, and raises to give up: the machine that serves the store may be gone.

@@ -45,6 +45,11 @@ class RelayedMembers:
             worker for name, worker in self._host.by_worker.items() if name in self._ranks and worker.poll() is None
         ]
 
+    @property
+    def said(self) -> list[str]:
+        """The messages of its workers that another coordinator must receive as well."""
+        return [*self._said.values()]
+
     def rank_of(self, worker: str) -> int:
         return self._ranks.index(worker) if worker in self._ranks else len(self._ranks)
 
