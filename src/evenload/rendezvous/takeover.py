@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from evenload.errors import EvenloadError
 from evenload.rendezvous import run_state
 from evenload.rendezvous.address import Address, listen_at
-from evenload.rendezvous.connection import CONNECT_S, Connection, connect_to, printable, refuses
+from evenload.rendezvous.connection import CONNECT_S, Connection, Message, connect_to, printable, refuses
 from evenload.rendezvous.coordinator import Coordinator
 from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.elsewhere import look_for_launches
@@ -32,6 +34,9 @@ _TOGETHER_S = 6.0
 """Time in which the others come to the one that takes over: they find the loss within a second or two of each other, and some
 first try machines that are silent."""
 _LOOK_S = 0.3
+_ASK_S = 0.5
+_UNREADABLE = (EvenloadError, LookupError, TypeError, ValueError)
+"""Errors of a message that another version, or another program, has sent."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,16 @@ class Candidate:
             launch_id=LAUNCH_ID,
         )
         connection.start_heartbeats()
-        async for message in connection.messages():
-            if message["kind"] == "coordinate":
-                state = run_state.from_message(message["state"])
-                return Followed(connection, state.machines[state.coordinator].name, int(message["store_port"]), state)
-            if message["kind"] == "refuse":
-                connection.close()
-                return printable(message.get("text"))
+        with suppress(TimeoutError, *_UNREADABLE):
+            async with asyncio.timeout(_AGREE_S):
+                async for message in connection.messages():
+                    if message["kind"] == "coordinate":
+                        state = run_state.from_message(message["state"])
+                        name = state.machines[state.coordinator].name
+                        return Followed(connection, name, int(message["store_port"]), state)
+                    if message["kind"] == "refuse":
+                        connection.close()
+                        return printable(message.get("text"))
         connection.close()
         return None
 
@@ -131,6 +139,11 @@ class Candidate:
             missing = sorted({*state.present} - here - ended - {state.coordinator})
             is_late = time.monotonic() - began_s >= _TOGETHER_S
             if state.may_go_on(here, ended) and (is_late or not missing):
+                asked = {*missing, state.coordinator} - ended
+                answers = await asyncio.gather(*(_has_gone_on(state.machines[node].endpoint) for node in asked))
+                if text := next(filter(None, answers), ""):
+                    await self.standby.refuse_all(text)
+                    return text
                 return await self._take_over(state, ended, loss)
             unknown = missing if loss.is_silent else sorted({*missing, state.coordinator} - ended)
             if is_late or not unknown:
@@ -172,6 +185,20 @@ class Candidate:
             if node not in voters
         )
         return Takeover(monitor, state, lost, loss.time_s, endpoint)
+
+
+async def _has_gone_on(endpoint: str) -> str:
+    """Ask a machine whether it coordinates the run, without this one, which may have slept; return what it says if so."""
+    found = await connect_to(endpoint, _ASK_S)
+    if not isinstance(found, Connection):
+        return ""
+    answer: Message | None = None
+    found.send("hello", what="gone_on")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_ASK_S):
+            answer = await found.receive()
+    found.close()
+    return printable(answer.get("text")) if answer is not None and answer["kind"] == "refuse" else ""
 
 
 def _nodes_of(state: RunState) -> list[int]:
