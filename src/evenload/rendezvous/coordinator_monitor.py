@@ -126,6 +126,14 @@ class CoordinatorMonitor(ConnectedMonitor):
         """The names of the members that are not lost."""
         return [self._peers[node].name for node in self._present]
 
+    def name_endpoint(self, endpoint: str) -> None:
+        """Set where this machine is reached, from a connection to it, where all its addresses are open and none is known yet."""
+        own = self._state.machines[self._node]
+        if not own.endpoint:
+            named = replace(own, endpoint=endpoint)
+            machines = (named if machine is own else machine for machine in self._state.machines)
+            self._state = replace(self._state, machines=tuple(machines))
+
     def add(self, node: int, peer: Peer, machine: Machine) -> None:
         self._peers[node] = peer
         self._events.append(PeerJoined(node, machine))

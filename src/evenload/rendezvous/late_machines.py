@@ -10,7 +10,7 @@ from evenload.rendezvous.coordinator import LateMember, closed_reason
 from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.peer_monitor import Peer
 from evenload.rendezvous.reachability import probe
-from evenload.rendezvous.settings import RendezvousConfig
+from evenload.rendezvous.settings import Endpoint, RendezvousConfig
 from evenload.rendezvous.world import Machine, World
 
 
@@ -45,6 +45,7 @@ class LateMachines:
                 return problem
             if problem := await self._unreachable(late):
                 return problem
+            monitor.name_endpoint(str(Endpoint(late.connection.own_host, self._config.endpoint.port)))
             node = len(monitor.machines)
             name = info.label if info.host_name in self._names else info.host_name
             machine = Machine(name, info.address, info.interface, info.slots, info.endpoint)

@@ -23,7 +23,7 @@ from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.host_info import DeviceSlot, HostInfo, compare
 from evenload.rendezvous.member_monitor import MemberMonitor
-from evenload.rendezvous.peer_monitor import COORDINATOR, FailureCause, Peer, cause_of_loss
+from evenload.rendezvous.peer_monitor import COORDINATOR, FailureCause, Peer, PeerLost, cause_of_loss
 from evenload.rendezvous.probe import DataSummary, HostMeasurement, HostReport
 from evenload.rendezvous.run_state import RunState
 from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
@@ -372,6 +372,13 @@ def test_a_message_that_lacks_something_ends_the_connection(monitors):
 def _lost(member):
     _wait(lambda: member.cut_off)
     return member.cut_off
+
+
+def test_the_endpoint_of_a_coordinator_that_began_alone_is_named_once(monitors):
+    coordinator, _ = monitors
+    for endpoint in ("10.0.0.1:29500", "10.0.0.2:29500"):
+        coordinator.name_endpoint(endpoint)
+    assert [machine.endpoint for machine in coordinator.machines] == ["10.0.0.1:29500", "127.0.0.1:9"]
 
 
 def test_silence_is_known_as_such(monitors):
