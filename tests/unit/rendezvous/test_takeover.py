@@ -167,3 +167,25 @@ def test_a_coordinator_goes_on_without_a_machine_once_a_majority_has_confirmed_i
 
         (event,) = run.loop.run(asyncio.wait_for(confirm_then_leave(), 10))
         assert isinstance(event, PeerLost) and event.node == 2 and monitor.cut_off is None
+
+
+def test_only_a_coordinator_that_has_gone_on_says_so():
+    async def ask():
+        async def answer(reader, writer):
+            assert b"gone_on" in await reader.readline()
+            writer.write(b'{"kind": "refuse", "text": "the others have gone on"}\n')
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        standby = Standby(socket.create_server(("127.0.0.1", 0)), "box1:1")
+        await standby.start()
+        ends = [server.sockets[0].getsockname(), standby._listener.getsockname(), ("127.0.0.1", 9)]
+        texts = [await takeover._has_gone_on(f"{host}:{port}") for host, port in ends]
+        assert not standby.supporters
+        standby.close()
+        server.close()
+        await asyncio.sleep(0.05)
+        return texts
+
+    assert asyncio.run(ask()) == ["the others have gone on", "", ""]
