@@ -104,7 +104,6 @@ class Connection:
         """
         while not self.lost:
             limit_s, began_s = self.silence_s, boottime_s()
-            is_over = False
             message: Message | None = None
             try:
                 async with asyncio.timeout(limit_s):
@@ -114,7 +113,7 @@ class Connection:
                 if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                     raise ValueError(_INVALID)
             except TimeoutError:
-                is_over = True
+                began_s = float("-inf")
             except OSError as error:
                 self.is_silent = error.errno in _UNREACHABLE
                 self.lost = f"the connection broke ({error.strerror or error})"
@@ -122,7 +121,7 @@ class Connection:
                 self.lost = "it closed the connection"
             except (ValueError, RecursionError, asyncio.LimitOverrunError):
                 self.lost = _INVALID
-            if is_over or boottime_s() - began_s >= limit_s:
+            if boottime_s() - began_s >= limit_s:
                 self.is_silent = True
                 self.lost = f"nothing was received for {limit_s:.0f} s: the machine or the network between is down"
             elif not self.lost and message is not None and message["kind"] != "heartbeat":

@@ -130,8 +130,7 @@ class CoordinatorMonitor(ConnectedMonitor):
         """Set where this machine is reached, from a connection to it, where all its addresses are open and none is known yet."""
         own = self._state.machines[self._node]
         if not own.endpoint:
-            named = replace(own, endpoint=endpoint)
-            machines = (named if machine is own else machine for machine in self._state.machines)
+            machines = (replace(own, endpoint=endpoint) if one is own else one for one in self._state.machines)
             self._state = replace(self._state, machines=tuple(machines))
 
     def add(self, node: int, peer: Peer, machine: Machine) -> None:

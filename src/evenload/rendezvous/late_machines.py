@@ -18,11 +18,7 @@ class LateMachines:
     """Takes machines in, one at a time, on the coordinator; used in the thread of its event loop."""
 
     def __init__(
-        self,
-        config: RendezvousConfig,
-        monitor: CoordinatorMonitor,
-        store_port: int,
-        log: Callable[[str], None],
+        self, config: RendezvousConfig, monitor: CoordinatorMonitor, store_port: int, log: Callable[[str], None]
     ) -> None:
         self._config = config
         self._monitor = monitor

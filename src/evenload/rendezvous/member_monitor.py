@@ -32,11 +32,7 @@ class MemberMonitor(ConnectedMonitor):
     coordinates = False
 
     def __init__(
-        self,
-        loop: EventLoopThread,
-        connection: Connection,
-        coordinator_name: str,
-        candidate: Candidate | None = None,
+        self, loop: EventLoopThread, connection: Connection, coordinator_name: str, candidate: Candidate | None = None
     ) -> None:
         """``candidate``: this machine as the next coordinator; None: the run ends with this one."""
         super().__init__(loop)

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from evenload.errors import EvenloadError
 from evenload.rendezvous import run_state
 from evenload.rendezvous.address import Address, listen_at
-from evenload.rendezvous.connection import CONNECT_S, Connection, Message, connect_to, printable, refuses
+from evenload.rendezvous.connection import CONNECT_S, Connection, connect_to, printable, refuses
 from evenload.rendezvous.coordinator import Coordinator
 from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.elsewhere import look_for_launches
@@ -35,8 +34,6 @@ _TOGETHER_S = 6.0
 first try machines that are silent."""
 _LOOK_S = 0.3
 _ASK_S = 0.5
-_UNREADABLE = (EvenloadError, LookupError, TypeError, ValueError)
-"""Errors of a message that another version, or another program, has sent."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Candidate:
             launch_id=LAUNCH_ID,
         )
         connection.start_heartbeats()
-        with suppress(TimeoutError, *_UNREADABLE):
+        with suppress(Exception):  # too late, or a message that another version, or another program, has sent
             async with asyncio.timeout(_AGREE_S):
                 async for message in connection.messages():
                     if message["kind"] == "coordinate":
@@ -177,11 +174,12 @@ class Candidate:
         late = LateMachines(self.config, monitor, self.store_port, self.log)
         coordinator.run_in_progress(late.why_closed, late.take_in)
         monitor.keep(look_for_launches(self.host, info))
+        workers = [place["node"] for place in before.members.get("places", {}).values()]  # of excluded machines, too
         lost = tuple(
             PeerLost(
                 node, state.machines[node].name, loss.reason if node == before.coordinator else "it does not answer"
             )
-            for node in dict.fromkeys((*before.present, *_nodes_of(before)))
+            for node in dict.fromkeys((*before.present, *workers))
             if node not in voters
         )
         return Takeover(monitor, state, lost, loss.time_s, endpoint)
@@ -192,15 +190,8 @@ async def _has_gone_on(endpoint: str) -> str:
     found = await connect_to(endpoint, _ASK_S)
     if not isinstance(found, Connection):
         return ""
-    answer: Message | None = None
+    found.silence_s = _ASK_S
     found.send("hello", what="gone_on")
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_ASK_S):
-            answer = await found.receive()
+    answer = await found.receive()
     found.close()
     return printable(answer.get("text")) if answer is not None and answer["kind"] == "refuse" else ""
-
-
-def _nodes_of(state: RunState) -> list[int]:
-    """Return the machines of all announced workers: one that was lost before may still have some, whose change is on its way."""
-    return [int(place["node"]) for place in state.members.get("places", {}).values()]

@@ -33,13 +33,12 @@ def connect(membership: Membership, rank: int, timeout: timedelta, check: Callab
         attempt = timeout if check is None else min(timeout, _ATTEMPT)
         try:
             found = TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=attempt)
+            found.set_timeout(timeout)
+            return found
         except RuntimeError:
             if check is None or time.monotonic() >= deadline_s:
                 raise
             check()
-        else:
-            found.set_timeout(timeout)
-            return found
 
 
 def wait_for_members(

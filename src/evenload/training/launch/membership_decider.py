@@ -146,8 +146,7 @@ class MembershipDecider:
     @classmethod
     def of_state(cls, state: Mapping[str, Any], store: str) -> MembershipDecider:
         """Return the decider of a `state`, with another store; workers that were to start are joiners."""
-        places = {name: WorkerPlace(**place) for name, place in state["places"].items()}
-        decider = cls(places, store, state["max_restarts"])
+        decider = cls({k: WorkerPlace(**place) for k, place in state["places"].items()}, store, state["max_restarts"])
         decider.members, decider._effective = tuple(state["members"]), tuple(state["effective"])
         decider.losses = [LostWorker(**loss) for loss in state["losses"]]
         decider._lost = {loss["worker"]: LostWorker(**loss) for loss in state["lost"]}

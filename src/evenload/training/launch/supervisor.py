@@ -239,7 +239,7 @@ class _Supervisor:
         from evenload.training.launch.taken_over import TakenOverMembers
 
         if isinstance(self._members, RelayedMembers):
-            specs, said, self._peers = self._members.specs, self._members.said, takeover.monitor
+            specs, said, self._peers = self._members.specs, [*self._members.said.values()], takeover.monitor
             self._members = TakenOverMembers(self._host, self._peers, self._open_store, specs, takeover, said)
 
     def _close_store(self) -> None:
