@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from evenload.job.processes import boottime_s
 from evenload.rendezvous.address import Address, numeric
 
 Message = dict[str, Any]
@@ -97,20 +98,22 @@ class Connection:
         self._heartbeats = asyncio.create_task(beat())
 
     async def receive(self) -> Message | None:
-        """Return the next message, heartbeats left out; None once the connection is lost."""
+        """Return the next message, heartbeats left out; None once the connection is lost.
+
+        A system that was suspended for longer than the limit has been silent itself, whatever it finds when it wakes up.
+        """
         while not self.lost:
+            limit_s, began_s = self.silence_s, boottime_s()
+            message: Message | None = None
             try:
-                async with asyncio.timeout(self.silence_s):
+                async with asyncio.timeout(limit_s):
                     line = await self._reader.readuntil(b"\n")
                 self.received_s = time.monotonic()
                 message = json.loads(line)
                 if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                     raise ValueError(_INVALID)
             except TimeoutError:
-                self.is_silent = True
-                self.lost = (
-                    f"nothing was received for {self.silence_s:.0f} s: the machine or the network between is down"
-                )
+                began_s = float("-inf")
             except OSError as error:
                 self.is_silent = error.errno in _UNREACHABLE
                 self.lost = f"the connection broke ({error.strerror or error})"
@@ -118,10 +121,17 @@ class Connection:
                 self.lost = "it closed the connection"
             except (ValueError, RecursionError, asyncio.LimitOverrunError):
                 self.lost = _INVALID
-            else:
-                if message["kind"] != "heartbeat":
-                    return message
+            if boottime_s() - began_s >= limit_s:
+                self.is_silent = True
+                self.lost = f"nothing was received for {limit_s:.0f} s: the machine or the network between is down"
+            elif not self.lost and message is not None and message["kind"] != "heartbeat":
+                return message
         return None
+
+    def give_up(self) -> None:
+        """Close it: a message could not be understood."""
+        self.lost = self.lost or _INVALID
+        self.close()
 
     async def messages(self) -> AsyncIterator[Message]:
         while (message := await self.receive()) is not None:

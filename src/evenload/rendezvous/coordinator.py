@@ -204,14 +204,14 @@ class Coordinator:
                 hello = await connection.receive()
                 if hello is None or hello["kind"] != "hello":
                     return
-                if hello.get("what") == "takeover":
+                if (what := hello.get("what")) == "takeover" or (what == "gone_on" and self.join_later is not None):
                     connection.send("refuse", text="the other machines have gone on without this one")
                     return
-                if hello.get("what") == "run_elsewhere":
-                    if self.join_later is None and not self._why_closed():
+                if what in ("run_elsewhere", "gone_on"):
+                    if what == "run_elsewhere" and self.join_later is None and not self._why_closed():
                         raise_if_elsewhere(hello, self._info)
                     return
-                is_doctor = hello.get("what") == "doctor"
+                is_doctor = what == "doctor"
                 if (is_doctor or self.join_later is None) and (reason := self._why_closed()):
                     connection.send("refuse", text=reason)
                 elif is_doctor:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from evenload.rendezvous.connection import ConnectFailure, refuses
+from evenload.rendezvous.connection import ConnectFailure, Message, refuses
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.peer_monitor import (
     STARTING_SILENCE_S,
@@ -126,6 +126,13 @@ class CoordinatorMonitor(ConnectedMonitor):
         """The names of the members that are not lost."""
         return [self._peers[node].name for node in self._present]
 
+    def name_endpoint(self, endpoint: str) -> None:
+        """Set where this machine is reached, from a connection to it, where all its addresses are open and none is known yet."""
+        own = self._state.machines[self._node]
+        if not own.endpoint:
+            machines = (replace(own, endpoint=endpoint) if one is own else one for one in self._state.machines)
+            self._state = replace(self._state, machines=tuple(machines))
+
     def add(self, node: int, peer: Peer, machine: Machine) -> None:
         self._peers[node] = peer
         self._events.append(PeerJoined(node, machine))
@@ -157,26 +164,31 @@ class CoordinatorMonitor(ConnectedMonitor):
 
     async def _receive(self, node: int, peer: Peer) -> None:
         async for message in peer.connection.messages():
-            if message["kind"] == "probed":
-                if (probing := self._probes.get(node)) is not None and not probing.done():
-                    probing.set_result(failure_from_message(message["failure"]))
-                continue
-            if message["kind"] == "stop":
-                if (cause := cause_from_message(message)) is not None:
-                    self.end_run(replace(cause, time_s=cause.time_s - peer.clock_offset_s))
-                continue
-            if message["kind"] == "has_state":
-                self._received[node] = int(message["version"])
-                self._judge()
-                continue
-            if isinstance(message.get("time_s"), int | float):
-                message["time_s"] -= peer.clock_offset_s
-            self._events.append(PeerMessage(node, message["kind"], message))
+            try:
+                self._take(node, peer, message)
+            except Exception:  # any is possible in a message that another version, or another program, has sent
+                peer.connection.give_up()
         endpoint = self._state.machines[node].endpoint
         if self._state.members and not peer.connection.is_silent and await refuses(endpoint):
             self._ended.add(node)
         if node not in self._lost and self.end_code is None:
             self._exclude(node, peer)
+
+    def _take(self, node: int, peer: Peer, message: Message) -> None:
+        match message["kind"]:
+            case "probed":
+                if (probing := self._probes.get(node)) is not None and not probing.done():
+                    probing.set_result(failure_from_message(message["failure"]))
+            case "stop":
+                if (cause := cause_from_message(message)) is not None:
+                    self.end_run(replace(cause, time_s=cause.time_s - peer.clock_offset_s))
+            case "has_state":
+                self._received[node] = int(message["version"])
+                self._judge()
+            case kind:
+                if isinstance(message.get("time_s"), int | float):
+                    message["time_s"] -= peer.clock_offset_s
+                self._events.append(PeerMessage(node, kind, message))
 
     def _exclude(self, node: int, peer: Peer) -> None:
         self._lost.add(node)

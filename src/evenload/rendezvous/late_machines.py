@@ -10,7 +10,7 @@ from evenload.rendezvous.coordinator import LateMember, closed_reason
 from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.peer_monitor import Peer
 from evenload.rendezvous.reachability import probe
-from evenload.rendezvous.settings import RendezvousConfig
+from evenload.rendezvous.settings import Endpoint, RendezvousConfig
 from evenload.rendezvous.world import Machine, World
 
 
@@ -18,11 +18,7 @@ class LateMachines:
     """Takes machines in, one at a time, on the coordinator; used in the thread of its event loop."""
 
     def __init__(
-        self,
-        config: RendezvousConfig,
-        monitor: CoordinatorMonitor,
-        store_port: int,
-        log: Callable[[str], None],
+        self, config: RendezvousConfig, monitor: CoordinatorMonitor, store_port: int, log: Callable[[str], None]
     ) -> None:
         self._config = config
         self._monitor = monitor
@@ -45,6 +41,7 @@ class LateMachines:
                 return problem
             if problem := await self._unreachable(late):
                 return problem
+            monitor.name_endpoint(str(Endpoint(late.connection.own_host, self._config.endpoint.port)))
             node = len(monitor.machines)
             name = info.label if info.host_name in self._names else info.host_name
             machine = Machine(name, info.address, info.interface, info.slots, info.endpoint)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from evenload.rendezvous import run_state
-from evenload.rendezvous.connection import Connection
+from evenload.rendezvous.connection import Connection, Message
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.peer_monitor import (
     COORDINATOR,
@@ -32,11 +32,7 @@ class MemberMonitor(ConnectedMonitor):
     coordinates = False
 
     def __init__(
-        self,
-        loop: EventLoopThread,
-        connection: Connection,
-        coordinator_name: str,
-        candidate: Candidate | None = None,
+        self, loop: EventLoopThread, connection: Connection, coordinator_name: str, candidate: Candidate | None = None
     ) -> None:
         """``candidate``: this machine as the next coordinator; None: the run ends with this one."""
         super().__init__(loop)
@@ -79,20 +75,26 @@ class MemberMonitor(ConnectedMonitor):
         has_coordinator = True
         while has_coordinator:
             async for message in self._connection.messages():
-                match message["kind"]:
-                    case "done":
-                        self.end_code = int(message["exit_code"])
-                    case "end":
-                        self.end_cause = self.end_cause or cause_from_message(message)
-                    case "silence":
-                        self._connection.silence_s = float(message["seconds"])
-                    case "state":
-                        self._take(run_state.from_message(message))
-                    case "probe":
-                        self._receiving.append(asyncio.create_task(self._probe(ProbeTarget(**message["target"]))))
-                    case kind:
-                        self._events.append(PeerMessage(COORDINATOR, kind, message))
+                try:
+                    self._obey(message)
+                except Exception:  # any is possible in a message that another version, or another program, has sent
+                    self._connection.give_up()
             has_coordinator = self.end_code is None and self.end_cause is None and await self._follow_another()
+
+    def _obey(self, message: Message) -> None:
+        match message["kind"]:
+            case "done":
+                self.end_code = int(message["exit_code"])
+            case "end":
+                self.end_cause = self.end_cause or cause_from_message(message)
+            case "silence":
+                self._connection.silence_s = float(message["seconds"])
+            case "state":
+                self._take(run_state.from_message(message))
+            case "probe":
+                self._receiving.append(asyncio.create_task(self._probe(ProbeTarget(**message["target"]))))
+            case kind:
+                self._events.append(PeerMessage(COORDINATOR, kind, message))
 
     def _take(self, state: RunState) -> None:
         self._state = state

@@ -64,7 +64,7 @@ def run_rendezvous(
     own = [address for address in addresses if is_own(address)]
     listener = None
     if others:
-        known = tuple(resolve(parse_endpoint(endpoint))[0] for endpoint in others)
+        known = tuple(resolve(parse_endpoint(endpoint))[0] for endpoint in others if endpoint)
         addresses = tuple(dict.fromkeys((*(address for address in addresses if address not in own), *known)))
     elif config.node_rank == 0 or (config.node_rank is None and own):
         listener = _listen(config, own)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from evenload.rendezvous import run_state
@@ -32,6 +33,7 @@ _TOGETHER_S = 6.0
 """Time in which the others come to the one that takes over: they find the loss within a second or two of each other, and some
 first try machines that are silent."""
 _LOOK_S = 0.3
+_ASK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,16 @@ class Candidate:
             launch_id=LAUNCH_ID,
         )
         connection.start_heartbeats()
-        async for message in connection.messages():
-            if message["kind"] == "coordinate":
-                state = run_state.from_message(message["state"])
-                return Followed(connection, state.machines[state.coordinator].name, int(message["store_port"]), state)
-            if message["kind"] == "refuse":
-                connection.close()
-                return printable(message.get("text"))
+        with suppress(Exception):  # too late, or a message that another version, or another program, has sent
+            async with asyncio.timeout(_AGREE_S):
+                async for message in connection.messages():
+                    if message["kind"] == "coordinate":
+                        state = run_state.from_message(message["state"])
+                        name = state.machines[state.coordinator].name
+                        return Followed(connection, name, int(message["store_port"]), state)
+                    if message["kind"] == "refuse":
+                        connection.close()
+                        return printable(message.get("text"))
         connection.close()
         return None
 
@@ -131,6 +136,11 @@ class Candidate:
             missing = sorted({*state.present} - here - ended - {state.coordinator})
             is_late = time.monotonic() - began_s >= _TOGETHER_S
             if state.may_go_on(here, ended) and (is_late or not missing):
+                asked = {*missing, state.coordinator} - ended
+                answers = await asyncio.gather(*(_has_gone_on(state.machines[node].endpoint) for node in asked))
+                if text := next(filter(None, answers), ""):
+                    await self.standby.refuse_all(text)
+                    return text
                 return await self._take_over(state, ended, loss)
             unknown = missing if loss.is_silent else sorted({*missing, state.coordinator} - ended)
             if is_late or not unknown:
@@ -164,11 +174,24 @@ class Candidate:
         late = LateMachines(self.config, monitor, self.store_port, self.log)
         coordinator.run_in_progress(late.why_closed, late.take_in)
         monitor.keep(look_for_launches(self.host, info))
+        workers = [place["node"] for place in before.members.get("places", {}).values()]  # of excluded machines, too
         lost = tuple(
             PeerLost(
                 node, state.machines[node].name, loss.reason if node == before.coordinator else "it does not answer"
             )
-            for node in before.present
+            for node in dict.fromkeys((*before.present, *workers))
             if node not in voters
         )
         return Takeover(monitor, state, lost, loss.time_s, endpoint)
+
+
+async def _has_gone_on(endpoint: str) -> str:
+    """Ask a machine whether it coordinates the run, without this one, which may have slept; return what it says if so."""
+    found = await connect_to(endpoint, _ASK_S)
+    if not isinstance(found, Connection):
+        return ""
+    found.silence_s = _ASK_S
+    found.send("hello", what="gone_on")
+    answer = await found.receive()
+    found.close()
+    return printable(answer.get("text")) if answer is not None and answer["kind"] == "refuse" else ""

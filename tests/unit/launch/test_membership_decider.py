@@ -211,7 +211,7 @@ def test_a_request_to_leave_of_a_joiner_ends_it():
 
 def handed_over(decider):
     """The same decider on another machine."""
-    return MembershipDecider.of_state(json.loads(json.dumps(decider.state())), "other:2", 3)
+    return MembershipDecider.of_state(json.loads(json.dumps(decider.state())), "other:2")
 
 
 def test_another_coordinator_goes_on_where_the_last_one_was_lost():
@@ -240,6 +240,9 @@ def test_another_coordinator_changes_the_members_in_any_case_and_restarts_whom_t
     switch_all(decider, only(decider.lost([loss("worker-1")]), SendChange).change)
     admitted = only(decider.ready("worker-2"), SendChange).change
     decider.switched("worker-2", admitted.number)
+    again = handed_over(decider)
+    (notice,) = [one for one in again.lost([loss("worker-2")]) if isinstance(one, Notice)]
+    assert "--max-restarts 1" in notice.text
     again = handed_over(decider)
     got = again.lost([], restart=False, new_coordinator=True)
     assert only(got, SendChange).change.workers == ("worker-0",) and only(got, EndWorker).worker == "worker-2"

@@ -23,7 +23,7 @@ from evenload.rendezvous.coordinator_monitor import CoordinatorMonitor
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.host_info import DeviceSlot, HostInfo, compare
 from evenload.rendezvous.member_monitor import MemberMonitor
-from evenload.rendezvous.peer_monitor import COORDINATOR, FailureCause, Peer, cause_of_loss
+from evenload.rendezvous.peer_monitor import COORDINATOR, FailureCause, Peer, PeerLost, cause_of_loss
 from evenload.rendezvous.probe import DataSummary, HostMeasurement, HostReport
 from evenload.rendezvous.run_state import RunState
 from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
@@ -262,6 +262,30 @@ def test_silence_is_noticed_and_heartbeats_break_it(monkeypatch):
     assert "nothing was received" in asyncio.run(exchange())
 
 
+@pytest.mark.parametrize("wakes_to", ["a message", "the end", "an error"])
+def test_a_system_that_slept_has_been_silent_whatever_it_finds(monkeypatch, wakes_to):
+    slept_s = [0.0]
+    monkeypatch.setattr(connections, "boottime_s", lambda: time.monotonic() + slept_s[0])
+
+    async def exchange():
+        async with _connected() as (ours, theirs, writer), asyncio.timeout(5):
+            receiving = asyncio.create_task(theirs.receive())
+            await asyncio.sleep(0.05)
+            slept_s[0] = connections.SILENCE_S
+            if wakes_to == "a message":
+                ours.send("note")
+            elif wakes_to == "the end":
+                ours.close()
+            else:
+                writer.transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+                )
+                writer.transport.abort()
+            return await receiving, theirs.is_silent, theirs.lost[:20]
+
+    assert asyncio.run(exchange()) == (None, True, "nothing was received")
+
+
 @pytest.fixture
 def monitors():
     """A coordinator's and a member's monitor, connected; the member's clock is 100 s ahead."""
@@ -336,6 +360,25 @@ def test_each_side_notices_the_loss_of_the_other(monitors):
     _wait(lambda: member.cut_off is not None)
     assert cause_of_loss(member.cut_off).text.startswith("box1, the coordinator, is gone:")
     assert not member.cut_off.is_silent
+
+
+def test_a_message_that_lacks_something_ends_the_connection(monitors):
+    coordinator, member = monitors
+    coordinator._loop.call_soon(lambda: coordinator._send_all("silence"))
+    assert "it sent something that is not a message of Evenload" in _lost(member).reason
+    assert isinstance(_event(coordinator), PeerLost)
+
+
+def _lost(member):
+    _wait(lambda: member.cut_off)
+    return member.cut_off
+
+
+def test_the_endpoint_of_a_coordinator_that_began_alone_is_named_once(monitors):
+    coordinator, _ = monitors
+    for endpoint in ("10.0.0.1:29500", "10.0.0.2:29500"):
+        coordinator.name_endpoint(endpoint)
+    assert [machine.endpoint for machine in coordinator.machines] == ["10.0.0.1:29500", "127.0.0.1:9"]
 
 
 def test_silence_is_known_as_such(monitors):

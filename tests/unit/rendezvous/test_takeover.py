@@ -126,6 +126,13 @@ def test_machines_that_have_ended_are_not_waited_for():
         assert [(lost.node, lost.reason) for lost in found[2].lost] == [(0, "it is gone"), (1, "it does not answer")]
 
 
+def test_machines_that_were_excluded_before_are_lost_with_the_ranks_that_are_announced():
+    with run_of(4, (1, 2)) as run:
+        places = {"worker-3": {"node": 3}, "worker-2": {"node": 2}}
+        newer = dataclasses.replace(run.state, version=7, voters=((0, 1, 2),), members={"places": places})
+        assert [lost.node for lost in run.outcomes({1: newer, 2: newer})[1].lost] == [0, 3]
+
+
 def test_one_of_two_goes_on_only_if_the_coordinator_has_ended():
     with run_of(2, (1,)) as run:
         assert isinstance(run.outcomes()[1], Takeover)
@@ -160,3 +167,25 @@ def test_a_coordinator_goes_on_without_a_machine_once_a_majority_has_confirmed_i
 
         (event,) = run.loop.run(asyncio.wait_for(confirm_then_leave(), 10))
         assert isinstance(event, PeerLost) and event.node == 2 and monitor.cut_off is None
+
+
+def test_only_a_coordinator_that_has_gone_on_says_so():
+    async def ask():
+        async def answer(reader, writer):
+            assert b"gone_on" in await reader.readline()
+            writer.write(b'{"kind": "refuse", "text": "the others have gone on"}\n')
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        standby = Standby(socket.create_server(("127.0.0.1", 0)), "box1:1")
+        await standby.start()
+        ends = [server.sockets[0].getsockname(), standby._listener.getsockname(), ("127.0.0.1", 9)]
+        texts = [await takeover._has_gone_on(f"{host}:{port}") for host, port in ends]
+        assert not standby.supporters
+        standby.close()
+        server.close()
+        await asyncio.sleep(0.05)
+        return texts
+
+    assert asyncio.run(ask()) == ["the others have gone on", "", ""]

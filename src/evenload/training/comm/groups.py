@@ -328,7 +328,7 @@ class Groups:
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = connect(membership, rank, self._timeout)
+                    self._store = connect(membership, rank, self._timeout, check)
                 keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
                 wait_for_members(keys, rank, world_size, self._timeout, check)
                 dist.init_process_group(

@@ -14,17 +14,31 @@ from torch.distributed.rendezvous import rendezvous
 from evenload.training.comm.generation import Membership
 
 _POLL_S = 0.005
+_ATTEMPT = timedelta(seconds=1)
 _LATE = "TORCH_GLOO_LAZY_INIT"
 
 
-def connect(membership: Membership, rank: int, timeout: timedelta) -> Store:
-    """Return the store of `Membership.store`; RuntimeError if it can't be reached."""
+def connect(membership: Membership, rank: int, timeout: timedelta, check: Callable[[], None] | None = None) -> Store:
+    """Return the store of `Membership.store`; RuntimeError if it can't be reached.
+
+    `check` is called every few seconds meanwhile, and raises to give up: the machine that serves the store may be gone.
+    """
     url = membership.store
     if "://" in url:
         store: Store = next(rendezvous(url, rank, len(membership.workers), timeout=timeout))[0]
         return store
     host, _, port = url.rpartition(":")
-    return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=timeout)
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        attempt = timeout if check is None else min(timeout, _ATTEMPT)
+        try:
+            found = TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=attempt)
+            found.set_timeout(timeout)
+            return found
+        except RuntimeError:
+            if check is None or time.monotonic() >= deadline_s:
+                raise
+            check()
 
 
 def wait_for_members(

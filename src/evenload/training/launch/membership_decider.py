@@ -140,12 +140,13 @@ class MembershipDecider:
             "num_restarts": [*self._num_restarts.items()],
             "num_started": self._num_started,
             "finished": self._finished,
+            "max_restarts": self._max_restarts,
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], store: str, max_restarts: int) -> MembershipDecider:
+    def of_state(cls, state: Mapping[str, Any], store: str) -> MembershipDecider:
         """Return the decider of a `state`, with another store; workers that were to start are joiners."""
-        decider = cls({name: WorkerPlace(**place) for name, place in state["places"].items()}, store, max_restarts)
+        decider = cls({k: WorkerPlace(**place) for k, place in state["places"].items()}, store, state["max_restarts"])
         decider.members, decider._effective = tuple(state["members"]), tuple(state["effective"])
         decider.losses = [LostWorker(**loss) for loss in state["losses"]]
         decider._lost = {loss["worker"]: LostWorker(**loss) for loss in state["lost"]}

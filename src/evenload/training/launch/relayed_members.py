@@ -29,7 +29,7 @@ class RelayedMembers:
         self._ranks: tuple[str, ...] = ()
         self._reported: dict[str, tuple[bool, int | None, bool]] = {}
         """Of each worker: its failure, exit code and stop, as the coordinator knows them."""
-        self._said: dict[tuple[str, str], str] = {}
+        self.said: dict[tuple[str, str], str] = {}
         """By worker and kind: messages that another coordinator must receive as well."""
 
     def start(self, specs: Sequence[WorkerSpec], world: World | None) -> None:
@@ -81,7 +81,7 @@ class RelayedMembers:
         process.channel.flush()
         for message in process.channel.receive():
             if isinstance(message, Ready | Finished):
-                self._said[process.spec.worker, type(message).__name__] = to_line(message)
+                self.said[process.spec.worker, type(message).__name__] = to_line(message)
             self._peers.send(COORDINATOR, "from_worker", worker=process.spec.worker, line=to_line(message))
 
     def _change_coordinator(self, event: CoordinatorChanged) -> None:
@@ -90,7 +90,7 @@ class RelayedMembers:
         self._store = event.store
         self._reported.clear()
         self._report()
-        for (worker, _), line in self._said.items():
+        for (worker, _), line in self.said.items():
             self._peers.send(COORDINATOR, "from_worker", worker=worker, line=line)
         self._peers.send(COORDINATOR, "reported", workers=[*self._host.by_worker])
 

@@ -218,8 +218,8 @@ class RunMembers:
         for event in self._machines.poll():
             self._take_event(event)
         if (decider := self._decider) is not None and (why := decider.why_not_without(())) != NOT_BEGUN:
-            for place in self._machines.take_places():
-                self._act(decider.request_join(place) if not why else [])  # at the end they wait for the others
+            places = self._machines.take_places() if not why else ()  # at the end they wait for the others
+            self._act([instruction for place in places for instruction in decider.request_join(place)])
 
     def _take_event(self, event: PeerEvent) -> None:
         if isinstance(event, PeerLost):

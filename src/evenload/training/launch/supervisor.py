@@ -239,8 +239,8 @@ class _Supervisor:
         from evenload.training.launch.taken_over import TakenOverMembers
 
         if isinstance(self._members, RelayedMembers):
-            specs, self._peers = self._members.specs, takeover.monitor
-            self._members = TakenOverMembers(self._host, self._peers, self._open_store, specs, takeover)
+            specs, said, self._peers = self._members.specs, [*self._members.said.values()], takeover.monitor
+            self._members = TakenOverMembers(self._host, self._peers, self._open_store, specs, takeover, said)
 
     def _close_store(self) -> None:
         if self._store is not None:

@@ -9,6 +9,7 @@ from evenload.rendezvous.peer_monitor import PeerEvent, PeerJoined, PeerLost, Pe
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.host_workers import HostWorkers
 from evenload.training.launch.membership_decider import MembershipDecider, StartWorker
+from evenload.training.launch.membership_messages import Finished, from_line
 from evenload.training.launch.run_members import RunMembers
 
 
@@ -22,16 +23,16 @@ class TakenOverMembers(RunMembers):
         open_store: Callable[[], str],
         specs: Sequence[WorkerSpec],
         takeover: Takeover,
+        said: Sequence[str] = (),
     ) -> None:
-        """`specs`: of this machine's ranks, by local rank."""
+        """`specs`: of this machine's ranks, by local rank; `said`: `RelayedMembers.said`."""
         state = takeover.state
         super().__init__(host, peers, open_store, state.coordinator)
-        self._decider = self._restored = decider = MembershipDecider.of_state(
-            state.members, open_store(), host.request.max_restarts
-        )
+        self._decider = self._restored = decider = MembershipDecider.of_state(state.members, open_store())
         self._specs = dict(enumerate(specs))
         self._lost, self._lost_s = [*takeover.lost], takeover.lost_s
         self._awaited = {*state.present} - {self._node}
+        self._said = [from_line(line) for line in said]
         self._resumed = False
         self._started = {*host.by_worker}
         """Workers that their machines have started."""
@@ -53,7 +54,8 @@ class TakenOverMembers(RunMembers):
 
     def poll(self) -> None:
         if self._awaited:
-            self._follow_machines()
+            for event in self._machines.poll():  # nobody joins yet: what has been started is not known
+                self._take_event(event)
         elif not self._resumed:
             self._resumed = True
             self._resume()
@@ -75,5 +77,14 @@ class TakenOverMembers(RunMembers):
         """Go on without the lost machines, and start the joiners that the last coordinator could not start any more."""
         decider = self._restored
         unstarted = [name for name in decider.joiners if name not in self._started]
+        messages = self._said
+        for process in self._workers.values():
+            messages += [] if process.channel is None else process.channel.receive()
+        for message in messages:
+            if isinstance(message, Finished):  # nobody goes on without a rank whose loop has ended
+                self._receive(decider, message)
         self._lose_machines(self._lost, new_coordinator_s=self._lost_s)
+        for message in messages if self.end_cause is None else ():
+            if not isinstance(message, Finished):
+                self._receive(decider, message)
         self._act([StartWorker(name, decider.places[name]) for name in unstarted if name in decider.joiners])
