@@ -31,13 +31,14 @@ def lock_folder(folder: Path) -> IO[str]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return file  # a file system without locks
+            return file  # this file system has no locks
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
         raise ConfigError(
             f"the run folder {folder} is in use by {holder}: set another project_dir for this run, or end that one first "
-            f"(several devices make one run: evenload run -d 0,1 train.py). If it is gone with its machine, delete {path}"
+            "(several devices make one run: evenload run -d 0,1 train.py). If its machine is down and this lock remains, "
+            f"delete {path}"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
 import os
 import socket
@@ -13,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from evenload.job.processes import boottime_s
 from evenload.rendezvous.address import Address, numeric
 
 Message = dict[str, Any]
@@ -28,6 +28,8 @@ _CHUNK_BYTES = 1 << 20
 _ROUTER_ANSWER_S = 0.5
 """The kernel gives up a machine that is off after about 3 s; an earlier "no route" comes from a firewall or a router."""
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+boottime_s = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+"""Return the seconds since boot; unlike those of `time.monotonic` they go on while the machine sleeps."""
 _INVALID = "it sent something that is not a message of Evenload"
 
 FailureKind = Literal["refused", "silent", "unreachable", "failed", "other_program", "stalled"]

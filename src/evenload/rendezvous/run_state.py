@@ -30,7 +30,7 @@ class RunState:
     voters: tuple[tuple[int, ...], ...]
     """The voters of the last confirmed change, then those of the changes since; the coordinator of that time comes first."""
     members: Mapping[str, Any] = field(default_factory=dict)
-    """`MembershipDecider.state`; empty until training has begun: then the run can't go on without its coordinator."""
+    """`MembershipDecider.state`; empty before training begins: until then the loss of the coordinator ends the run."""
 
     @property
     def coordinator(self) -> int:

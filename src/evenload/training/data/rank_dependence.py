@@ -25,8 +25,8 @@ MAX_COMPARED = 1 << 22
 _NUM_DRAWS = 3
 """Draws that must equal a rank's first one: a few keys of a random sampler may be equal by chance."""
 _MOST_SHARED = 0.05
-"""Part of the keys that shards of two ranks may share, which are padded to one length. More is a subset drawn at random on each
-rank: that of rank 0 is used on all, as is right."""
+"""Largest part of their keys that the shards of two ranks have in common: some are padded to equal length. With more in common,
+each rank drew a random subset of its own, which is fine: rank 0's is used on all ranks."""
 _NUM_SHOWN = 4
 _NUM_SAMPLES, _NUM_VALUES = 8, 4096
 """Samples of a stream that are compared, and values of each array in them."""
@@ -90,7 +90,10 @@ def _shown(keys: Sequence[Any]) -> str:
 
 
 def stream_row(samples: Sequence[Any]) -> list[int]:
-    """Return a few integers of the first samples of a batch, for `differs`: equal for equal samples, up to rounding."""
+    """Return a few integers of the first samples of a batch, for `differs`: equal for equal samples, up to rounding.
+
+    They are a checksum of labels and keys, how many samples differ in those, the number of arrays, their norms and projections.
+    """
     keys, count, log_norm, sums = [], 0, 0.0, np.zeros(_NUM_PROJECTIONS)
     for index in range(min(_NUM_SAMPLES, len(samples))):
         key = 0

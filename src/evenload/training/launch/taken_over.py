@@ -14,7 +14,7 @@ from evenload.training.launch.run_members import RunMembers
 
 
 class TakenOverMembers(RunMembers):
-    """Decides nothing until each machine has reported what its workers have said and which of them still run."""
+    """Decides nothing until each machine is lost, or has reported what its workers have said and which of them still run."""
 
     def __init__(
         self,

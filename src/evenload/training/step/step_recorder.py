@@ -34,11 +34,11 @@ class _EndedStep(NamedTuple):
     time: float
     """Of the end of its loop body, since 1970."""
     ended_s: float
-    """The same on the clock of `StepRecorder`."""
+    """The same by `time.perf_counter`."""
 
 
 class StepRecorder:
-    """Writes steps and events through the recorder, on the rank that writes; does nothing on the others.
+    """Writes steps and events through the recorder, on the rank that writes; the others keep their last steps for a takeover.
 
     Without a recorder it holds them until `open`. Steps are written together every 100 ms, and before an event: a process that
     is killed has not written the last of them.
@@ -90,7 +90,7 @@ class StepRecorder:
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "", *, at_once: bool = False) -> None:
         """Record a step whose loop body has ended; one that a device holds a part of waits for the next.
 
-        `at_once`: a checkpoint holds the step, so no run computes it again if this process is killed; or no step follows soon.
+        `at_once`: write it now, unless a device holds a part of it: a checkpoint holds the step, or no step follows soon.
         """
         if plan.of is not None and not plan.of.num_samples:
             return  # a batch of an island, whose step another one ends
@@ -180,7 +180,7 @@ class StepRecorder:
         return None if self._recorder is None else self._recorder.tracker(name)
 
     def hand_over(self) -> None:
-        """Write what waits, as this rank leaves, unless the rank that writes from now on has begun: it writes these steps too."""
+        """Write what waits as this rank leaves; leave the steps to the rank that writes from now on if it has begun."""
         if self._writes and self._recorder is not None and self._recorder.is_followed:
             self._ended.clear()
         self.write_waiting()
