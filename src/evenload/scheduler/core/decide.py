@@ -262,13 +262,14 @@ class _Planning:
         self._wait(job, "is first in line for the next devices")
         if not self.settings.backfill:
             return False
-        num, releases = job.spec.needs.min_devices, self._releases(self.candidates.behind())
+        num, releases = job.spec.needs.min_devices, self._releases()
         self.window = backfill_window(job, choice, num, releases, self.choices.pool_of, self.snapshot.layout.host_of)
         return True
 
-    def _releases(self, behind: set[str]) -> list[Release]:
+    def _releases(self) -> list[Release]:
         """Return when devices come back for the first in line: free ones, those of running jobs, and of those that start now."""
         now_s, min_run_s = self.now_s, self.settings.min_run_s
+        behind = self.candidates.behind
         longer_s = self.sharing.longer_s(behind)
         releases: list[Release] = [(now_s, self.availability.soon.free())]
         for job in self.eligibility.holders:

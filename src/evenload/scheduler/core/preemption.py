@@ -33,11 +33,12 @@ class PreemptionCandidates:
     ) -> None:
         """Take jobs, their devices and whether they are young, the most deserving first."""
         self._pool_of, self._host_of = pool_of, host_of
-        self._behind = {
+        self.behind = {
             job.id: PreemptionCandidate(job, slots, frozenset([pool_of[slot] for slot in slots]), is_young)
             for job, slots, is_young in in_order
         }
-        self._num_left = sum([len(candidate.slots) for candidate in self._behind.values()])
+        """Job → candidate, of those that stay so far, but may still have to stop."""
+        self._num_left = sum([len(candidate.slots) for candidate in self.behind.values()])
         self._failed: dict[tuple[PoolChoice, int], int] = {}
         self.displaced: set[str] = set()
 
@@ -45,26 +46,18 @@ class PreemptionCandidates:
     def is_empty(self) -> bool:
         return self._num_left == 0
 
-    def behind(self) -> set[str]:
-        """Return the jobs that stay so far, but may still have to stop."""
-        return set(self._behind)
-
-    def is_behind(self, name: str) -> bool:
-        """Return whether a job is one of these."""
-        return name in self._behind
-
     def pass_by(self, job: Job) -> bool:
         """Advance to this running job: only those behind it may still be displaced. False if it is fixed, or displaced itself."""
-        candidate = self._behind.pop(job.id, None)
+        candidate = self.behind.pop(job.id, None)
         if candidate is not None:
             self._num_left -= len(candidate.slots)
         return candidate is not None
 
     def keep(self, name: str) -> None:
         """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""
-        if (candidate := self._behind.get(name)) is not None:
+        if (candidate := self.behind.get(name)) is not None:
             self._num_left -= len(candidate.slots)
-            self._behind[name] = candidate._replace(slots=(), pools=frozenset())
+            self.behind[name] = candidate._replace(slots=(), pools=frozenset())
 
     def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
         """Displace jobs to free `num` devices of `choice`; False, and nothing displaced, if that is impossible."""
@@ -86,9 +79,12 @@ class PreemptionCandidates:
     ) -> list[PreemptionCandidate] | None:
         """Return the least deserving jobs that together with what is free make a place."""
         adds_of, pools = place_counter(choice, self._pool_of, self._host_of), frozenset(choice.pools)
-        counts = Counter(adds_of(availability.soon.free()))
+        if choice.one_host or (choice.one_kind and len(choice.groups) > 1):
+            counts = Counter(adds_of(availability.soon.free()))
+        else:  # all devices are one place
+            counts = Counter({(None, 0 if choice.one_kind else None): availability.soon.total(choice.pools)})
         found: list[tuple[PreemptionCandidate, dict[Place, int]]] = []
-        for candidate in reversed(self._behind.values()):
+        for candidate in reversed(self.behind.values()):
             if pools.isdisjoint(candidate.pools) or (candidate.is_young and candidate.job.spec.priority >= priority):
                 continue
             adds = adds_of(candidate.slots)
