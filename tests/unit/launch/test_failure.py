@@ -114,7 +114,7 @@ def test_round_trip_and_story(tmp_path):
     assert FailureReport(0, "killed by SIGKILL", "").text() == "rank 0 failed: killed by SIGKILL"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"colour": 1}'])
+@pytest.mark.parametrize("text", ["[]", '{"colour": 1}'])
 def test_a_torn_file_is_an_error(tmp_path, text):
     failure_path(tmp_path, "worker-0").write_text(text)
     with pytest.raises(Exception, match="can't be read"):

@@ -16,7 +16,6 @@ Note [Agreement]
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,8 @@ from evenload.training.launch.membership_messages import (
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.planner import Planner
 from evenload.training.step.step import Step, StepListener, StepLoader
+
+_READY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Members(StepListener):
 
     def _leave(self, step: Step) -> None:
         self._context.loop.leave()
+        self._schedule.collect(waits=True)  # the next rank 0 may write one at once
         self._context.recorder.hand_over()
         self._changes.send(Leaving(self._worker))
         raise SystemExit(0)
@@ -185,9 +187,13 @@ class Members(StepListener):
             raise LaunchError(f"this rank can't join the run: {reason}")
         for loader in self._loaders:
             loader.loader.draws_alone = True
-        self._changes.send(Ready(self._worker))
         while self._is_alone():
-            change = self._changes.wait(self._tried, math.inf)
+            self._changes.send(
+                Ready(self._worker)
+            )  # again now and then: a supervisor that does not expect it ends this process
+            change = self._changes.wait(self._tried, _READY_EVERY_S)
+            if change is None and not self._changes.ended:
+                continue
             if change is None:
                 raise LaunchError("the run ended before this rank could join it")
             try:

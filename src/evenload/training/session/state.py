@@ -304,7 +304,8 @@ class Saver:
     @property
     def _writes(self) -> bool:
         context = self._context
-        return context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
+        is_main = context.rank == 0 and not context.loop.left  # one that leaves: the others go on, and write
+        return is_main and context.spec.mode == "train" and not context.config.dry_run
 
     @property
     def _is_split(self) -> bool:
