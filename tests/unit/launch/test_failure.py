@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from evenload.errors import DataError, PeerLostError, RankFailedError
+from evenload.errors import CheckpointError, DataError, PeerLostError, RankFailedError
 from evenload.testing.ranks import run_ranks
 from evenload.training.launch.failure import (
     FailureReport,
@@ -100,6 +100,8 @@ def test_a_failed_rank_is_told_by_its_own_traceback_alone():
 
 def test_consequences():
     assert is_consequence(PeerLostError("gone"))
+    assert is_consequence(CheckpointError("rank 0 failed to write the checkpoint", elsewhere=True))
+    assert not is_consequence(CheckpointError("no space left"))
     assert is_consequence(RuntimeError("[gloo/pair.cc:535] Connection closed by peer [127.0.0.1]:23"))
     assert not is_consequence(RuntimeError("shapes differ"))
     assert not is_consequence(ValueError("Connection closed by peer"))

@@ -231,6 +231,8 @@ class Members(StepListener):
         self._transfer.plan(late, source, self._joins, standings[source].loss if missed else None)
         if missed:
             context.engine.elapsed_s = standings[source].elapsed_s
+            if context.wire is not None:
+                context.wire.forget()
         if self._joins:
             self._num_collectives = standings[source].num_collectives
         num_collectives = max(one.num_collectives for one in standings if not one.joins)
@@ -298,6 +300,9 @@ class Members(StepListener):
                 self._report_lost_checkpoint()
         for lost in change.lost:
             recorder.event("lost", lost.reason, step=step, worker=lost.worker, time_s=lost.time_s)
+        if context.wire is not None and (change.lost or change.left):
+            text = "the errors of gradients that a rank held are lost with it: once, at most what one step loses (error feedback)"
+            recorder.event("wire", text, step=step)
         names = dict(zip(change.workers, change.device_names, strict=False))
         for worker in change.workers:
             if worker not in before.workers:

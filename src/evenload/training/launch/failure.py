@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.atomic_file import read_reserved, reserve, write_atomically, write_reserved
-from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
+from evenload.errors import CheckpointError, DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
 from evenload.training.launch.hints import hint_for
 
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
@@ -109,6 +109,8 @@ def read_failure(launch_dir: Path, worker: str) -> FailureReport | None:
 
 def is_consequence(error: BaseException) -> bool:
     """Return True if the error only shows that another rank is gone or failed."""
+    if isinstance(error, CheckpointError) and error.elsewhere:
+        return True
     if isinstance(error, PeerLostError | DesyncError) or type(error).__name__ == "DistNetworkError":
         return True
     # Messages of gloo that have not been translated yet, and of TensorPipe (RPC).
