@@ -315,9 +315,10 @@ class Members(StepListener):
                 "left", f"rank {before.workers.index(worker)} leaves the run on request", step=step, worker=worker
             )
         shares = ", ".join(str(list(loader.planner.shares)) for loader in self._loaders)
+        num_ranks = "1 rank" if len(change.workers) == 1 else f"{len(change.workers)} ranks"
         recorder.event(
             "rebuilt",
-            f"the run continues on {len(change.workers)} ranks after {took_s:.2f} s, shares {shares}",
+            f"the run continues on {num_ranks} after {took_s:.2f} s, shares {shares}",
             step=step,
             workers=list(change.workers),
             devices=list(change.device_names),
