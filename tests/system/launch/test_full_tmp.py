@@ -70,3 +70,14 @@ def test_a_lost_rank_is_started_once_there_is_room(tmp_path):
     code, stdout, stderr = run(tmp_path, "killed")
     assert code == 0 and "cpu can't be started: [Errno 28] No space left on device" in stderr, stdout + stderr
     assert "rank 1 (cpu) has joined: 2 ranks" in stdout + stderr and stdout.count("ended 2") == 2, stdout + stderr
+
+
+def test_a_start_without_room_says_so(tmp_path):
+    (tmp_path / "train.py").write_text("print('began')")
+    with small_disk(tmp_path / "tmp", 20_000):
+        words = ["-m", "evenload.cli.main", "run", "-d", "cpu:2", "train.py"]
+        with Command(words, tmp_path, {**os.environ, "TMPDIR": str(tmp_path / "tmp")}) as started:
+            stdout, stderr = started.communicate(60)
+        assert not list((tmp_path / "tmp").glob("evenload-*")), "the launch folder is left"
+    assert started.returncode and "No space left on device" in stderr and "set TMPDIR" in stderr, stdout + stderr
+    assert "Traceback" not in stderr and "began" not in stdout, stdout + stderr

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from evenload.errors import LaunchError
 from evenload.rendezvous.peer_monitor import COORDINATOR, CoordinatorChanged, PeerMessage, PeerMonitor
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport
@@ -118,6 +119,6 @@ class RelayedMembers:
     def _start(self, spec: WorkerSpec) -> None:
         try:
             self._host.start(spec, with_channel=True)
-        except OSError as error:  # a full disk, too many processes: the coordinator decides whether to try again
+        except LaunchError as error:  # the coordinator decides whether to try again
             failure = FailureReport(spec.rank, f"it can't be started: {error}", "", lost=True, time_s=time.time())
             self._peers.send(COORDINATOR, "worker_state", **state_content(spec.worker, 1, failure, 0.0, False))

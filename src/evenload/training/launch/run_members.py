@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE
 from evenload.rendezvous.peer_monitor import (
     FailureCause,
@@ -376,7 +377,7 @@ class RunMembers:
             spec = replace(self._specs[place.local_rank], **fields, store=decider.store)
             try:
                 self._workers[start.worker] = self._host.start(spec, with_channel=True)
-            except OSError as error:  # a full disk, too many processes: later there may be room
+            except LaunchError as error:  # later there may be room
                 loss = LostWorker(start.worker, f"{place.device} can't be started: {error}", time.time())
                 self._act(decider.lost([loss]))
             return
