@@ -32,13 +32,15 @@ def reserve(path: Path, num_bytes: int) -> None:
 
 
 def write_reserved(path: Path, content: bytes) -> None:
-    """Write a file in place, not longer than its room; its first byte, which is not 0, comes last and says that it is complete.
+    """Write a file in place, shorter than its room, without zero bytes; its first byte comes last and says that it is complete.
 
-    OSError: the folder is gone, or the room was not taken and the disk is full.
+    A single byte is replaced at once. OSError: the folder is gone, or the room was not taken and the disk is full.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(descriptor, content[1:], 1)
+        if len(content) > 1:
+            os.pwrite(descriptor, b"\0", 0)
+            os.pwrite(descriptor, content[1:] + b"\0", 1)
         os.pwrite(descriptor, content[:1], 0)
     finally:
         os.close(descriptor)
@@ -46,5 +48,6 @@ def write_reserved(path: Path, content: bytes) -> None:
 
 def read_reserved(path: Path) -> bytes:
     """Return what `write_reserved` has written; empty while nothing is complete. OSError: there is no file."""
-    content = path.read_bytes()
-    return content.rstrip(b"\0") if content[:1] != b"\0" else b""
+    with path.open("rb", buffering=0) as file:
+        first = file.read(1)
+        return (first + file.readall()).partition(b"\0")[0] if first > b"\0" else b""

@@ -121,3 +121,13 @@ def test_a_torn_file_is_an_error(tmp_path, text):
     failure_path(tmp_path, "worker-0").write_text(text)
     with pytest.raises(Exception, match="can't be read"):
         read_failure(tmp_path, "worker-0")
+
+
+def test_a_second_report_replaces_a_longer_one_and_a_huge_one_is_cut(tmp_path):
+    for message in ("x" * 300_000, "long " * 100, "short"):
+        write_failure(FailureReport(1, "ValueError", message), tmp_path, "worker-1")
+        found = read_failure(tmp_path, "worker-1")
+        assert (
+            found.kind == "ValueError" and message.startswith(found.message) and len(found.message) >= len(message) / 16
+        )
+    assert found.message == "short"

@@ -91,7 +91,7 @@ def prepare_failure(launch_dir: Path, worker: str) -> None:
 
 def write_failure(failure: FailureReport, launch_dir: Path, worker: str) -> None:
     message, trace = failure.message, failure.traceback
-    while len(content := json.dumps(dataclasses.asdict(failure)).encode()) > _ROOM_BYTES:
+    while len(content := json.dumps(dataclasses.asdict(failure)).encode()) >= _ROOM_BYTES:
         message, trace = message[: len(message) // 2], trace[len(trace) // 2 :]
         failure = dataclasses.replace(failure, message=message, traceback=trace)
     write_reserved(failure_path(launch_dir, worker), content)
