@@ -49,6 +49,11 @@ class NonFiniteError(StepError):
 class CheckpointError(EvenloadError):
     """A checkpoint can't be written or read, or does not match the objects that the script registers."""
 
+    def __init__(self, message: str = "", *, elsewhere: bool = False) -> None:
+        """`elsewhere`: it failed on another rank, which says why."""
+        super().__init__(message)
+        self.elsewhere = elsewhere
+
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, torn or changed."""

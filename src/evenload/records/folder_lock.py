@@ -40,7 +40,17 @@ def lock_folder(folder: Path) -> IO[str]:
             "(several devices make one run: evenload run -d 0,1 train.py). If its machine is down and this lock remains, "
             f"delete {path}"
         ) from None
+    if not _is_file_of(file, path):  # the folder was moved aside meanwhile (`--fresh`): another one is in its place
+        file.close()
+        return lock_folder(folder)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def _is_file_of(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from evenload.records.reader import last_step_in
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 CONFIG_FILE = "config.toml"
+_MOST_UNWRITTEN_BYTES = 1 << 24
 
 
 class Recorder:
@@ -195,19 +197,47 @@ class Recorder:
 
 
 class _AppendOnlyFile:
+    """A file of records; what a full disk does not take is kept, and written once there is room."""
+
     def __init__(self, path: Path) -> None:
-        torn, empty = _inspect(path)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._unwritten = b""
+        self._is_full = False
+        self._open()
+
+    def _open(self) -> None:
+        torn, empty = _inspect(self._path)
+        self._file = self._path.open("ab", buffering=0)
         if torn:
-            self.write(b"\n")
+            self._file.write(b"\n")
         if empty:
-            self.write(lines.header_line(time.time()))
+            self._file.write(lines.header_line(time.time()))
 
     def write(self, line: bytes) -> None:
-        """Append a line in one system call, unless the disk accepts only a part of it."""
-        written = self._file.write(line)
-        while written < len(line):
-            written += self._file.write(line[written:])
+        """Append a line in one system call, unless the disk accepts only a part of it. OSError: too much waits for the disk."""
+        self._unwritten += line
+        try:
+            if not os.fstat(self._file.fileno()).st_nlink:
+                self._begin_anew()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_full = False
+        except OSError as error:
+            if len(self._unwritten) > _MOST_UNWRITTEN_BYTES:
+                raise
+            if not self._is_full:
+                self._is_full = True
+                _print(
+                    [
+                        f"evenload: RECORDS WAIT: {self._path} can't be written ({error}); they are kept, training goes on"
+                    ]
+                )
+
+    def _begin_anew(self) -> None:
+        _print([f"evenload: RECORDS REMOVED: {self._path} was deleted while the run writes it; it begins anew"])
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.close()
+        self._open()
 
     def close(self) -> None:
         self._file.close()

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -66,6 +66,10 @@ class ConnectFailure:
                 return f"the system can't connect ({self.detail})"
 
 
+def to_line(kind: str, content: Mapping[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **content}, default=asdict).encode() + b"\n"
+
+
 class Connection:
     """One connection to another supervisor; one coroutine at a time may receive."""
 
@@ -86,8 +90,12 @@ class Connection:
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message; its values may be dataclasses. Nothing happens once the connection is lost."""
+        self.send_line(to_line(kind, content))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message that `to_line` has encoded, for several connections."""
         if not self.lost:
-            self._writer.write(json.dumps({"kind": kind, **content}, default=asdict).encode() + b"\n")
+            self._writer.write(line)
 
     def start_heartbeats(self) -> None:
         """Send a heartbeat every HEARTBEAT_S from now on, until the connection ends."""

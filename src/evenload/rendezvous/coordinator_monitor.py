@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from evenload.rendezvous.connection import ConnectFailure, Message, refuses
+from evenload.rendezvous.connection import ConnectFailure, Message, refuses, to_line
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.peer_monitor import (
     STARTING_SILENCE_S,
@@ -233,8 +233,9 @@ class CoordinatorMonitor(ConnectedMonitor):
             self._publish(replace(state, voters=state.voters[-1:]))
 
     def _send_all(self, kind: str, **content: Any) -> None:
+        line = to_line(kind, content)
         for peer in self._peers.values():
-            peer.connection.send(kind, **content)
+            peer.connection.send_line(line)
 
     async def _finish(self) -> None:
         if self.end_code is None and self.end_cause is None and self._cut_off is None:

@@ -106,7 +106,11 @@ class Faults:
 
 
 def train(
-    folder: str, faults: list[Fault], num_workers: int = 0, waits: Mapping[int, str] | None = None
+    folder: str,
+    faults: list[Fault],
+    num_workers: int = 0,
+    waits: Mapping[int, str] | None = None,
+    wire: str = "fp32",
 ) -> dict[str, Any]:
     """Train; `waits` names files that exist before a step goes on."""
     waits = waits or {}
@@ -115,7 +119,7 @@ def train(
     worker = Path(os.environ["EVENLOAD_WORKER"]).stem
     fault = Faults(worker, faults)
     fault.inject()
-    run = evenload.init(project_dir=folder, seed=0, timeout_s=30, balance="even")
+    run = evenload.init(project_dir=folder, seed=0, timeout_s=30, balance="even", wire=wire)
     torch.manual_seed(0)
     model, loader = run.prepare(Net(), DataLoader(data(), batch_size=BATCH, num_workers=num_workers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -227,5 +231,25 @@ def test_a_rank_joins_and_another_leaves(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     kinds = [event["kind"] for event in events if event.get("kind") in ("lost", "joined", "left", "rebuilt")]
     assert kinds == ["lost", "rebuilt", "joined", "rebuilt", "left", "rebuilt"]
+    texts = [event.get("message", "") for event in events if event.get("kind") == "checkpoint"]
+    assert texts and not any("ended by an error" in text for text in texts), "w1 was rank 0 and left: the others write"
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "step" in row] == list(range(STEPS * EPOCHS))
+
+
+def test_ranks_of_a_wire_format_may_die_and_join(tmp_path: Path) -> None:
+    faults = [("w4", "missed by w1", 2), ("w0", "backward", 5), ("w2", "checkpoint", 11)]
+    waits = {8: str(tmp_path / "change-3")}
+    supervised = Supervised(tmp_path, train, str(tmp_path / "run"), faults, 0, waits, "bf16")
+    supervised.start(5)
+    results = supervised.run(90, joiners={2: "j0"})
+    assert supervised.lost == ["w4", "w0", "w2"] and sorted(results) == ["j0", "w1", "w3"]
+    weights, _ = plain()
+    for seen in results.values():
+        assert torch.equal(seen["weights"], results["w1"]["weights"])
+        assert float((seen["weights"] - weights).norm() / weights.norm()) <= 2e-2
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    texts = [event["message"] for event in events if event.get("kind") == "wire"]
+    assert sum("held are lost with it" in text for text in texts) == 3, texts
     steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "step" in row] == list(range(STEPS * EPOCHS))

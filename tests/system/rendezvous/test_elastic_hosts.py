@@ -5,6 +5,7 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -74,6 +75,12 @@ class Machines:
         one.process.kill()
         one.process.wait()
         self.lost.append(one.text)
+
+    def signal_machine(self, name, number):
+        """Send a signal to all processes of a run on a machine: SIGSTOP and SIGCONT as if it were suspended and woken up."""
+        supervisor = psutil.Process(self.typed[name].process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            process.send_signal(number)
 
     def finish(self):
         """End the run; return its weights and those of one process."""

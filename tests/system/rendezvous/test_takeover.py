@@ -1,5 +1,6 @@
 """The coordinator of a run is lost: another machine takes over, each step is done once, and no two sides train on."""
 
+import signal
 import time
 
 import pytest
@@ -53,6 +54,21 @@ def cut_and_back(boxes, folder):
         return run.screen("box1"), run.screen("box2"), run.finish()
 
 
+def stopped_and_back(boxes, folder):
+    """All processes of the coordinator's machine are stopped for 20 s; the others go on, and it joins them afterwards."""
+    with Machines(boxes, folder, "3") as run:
+        run.type("box1", "box2", "box3")
+        run.train_on(3)
+        run.signal_machine("box1", signal.SIGSTOP)
+        began_s = time.monotonic()
+        run.train_on(2)
+        went_on_s = time.monotonic() - began_s
+        time.sleep(max(0.0, 20.0 - went_on_s))
+        run.signal_machine("box1", signal.SIGCONT)
+        run.train_on(3)
+        return run.screen("box1"), run.screen("box2"), went_on_s, run.finish()
+
+
 def with_another_rank(boxes, folder):
     """With the coordinator, a rank of another machine is lost, which starts again."""
     with Machines(boxes, folder, "3") as run:
@@ -91,6 +107,7 @@ SCENARIOS = {
     "one after the other": (3, lost_one_after_the_other),
     "of two": (2, last_of_two),
     "cut": (3, cut_and_back),
+    "stopped": (3, stopped_and_back),
     "with a rank": (3, with_another_rank),
     "in a join": (3, in_a_join),
     "before the first step": (2, before_the_first_step),
@@ -122,6 +139,17 @@ def test_a_coordinator_without_a_majority_stops_and_joins_the_others(scenarios):
     assert "contact with box" in cut_off and "this machine tries for 60 s to join again" in cut_off, cut_off
     assert "box1, the coordinator, is gone: nothing was received for 5 s" in other, other
     assert "rank 2 (cpu on box1) has joined: 3 ranks" in other, other
+    assert_equal(*weights)
+
+
+def test_a_coordinator_that_was_stopped_does_not_coordinate_any_more(scenarios):
+    stopped, other, went_on_s, weights = scenarios["stopped"]
+    assert "this machine tries for 60 s to join again" in stopped and "the run on box2 is in progress" in stopped, (
+        stopped
+    )
+    assert "this machine coordinates the run from now on" not in stopped and "goes on;" not in stopped, stopped
+    assert "rank 2 (cpu on box1) has joined: 3 ranks" in other, other
+    assert went_on_s < 15.0
     assert_equal(*weights)
 
 

@@ -68,11 +68,9 @@ class Planner:
         return committed
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
-        if values is not None:
-            assert self.rank == 0
+        if self.rank == 0:
+            assert values is not None
             self.board.told.append([int(value) for value in values])
-        else:
-            assert self.rank != 0
         self.num_heard += 1
         return list(self.board.told[self.num_heard - 1])
 

@@ -31,7 +31,7 @@ def test_devices(text, num_gpus, devices):
     assert [place.device for place in parse_devices(text, _host(num_gpus))] == devices
 
 
-@pytest.mark.parametrize("text", ["3", "cpu:0", "cpu:x", "tpu", "", "0,", "cuda:9", "-1", "0:1"])
+@pytest.mark.parametrize("text", ["3", "cpu:0", "cpu:9999", "cpu:x", "tpu", "", "0,", "cuda:9", "-1", "0:1"])
 def test_unknown_devices_list_what_is_here(text):
     with pytest.raises(ConfigError, match=r"-d .*(GPU model 1.*cpu \(8 cores\)|no rank)"):
         parse_devices(text, _host(2))

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from evenload.errors import DataError, PeerLostError, RankFailedError
+from evenload.errors import CheckpointError, DataError, PeerLostError, RankFailedError
 from evenload.testing.ranks import run_ranks
 from evenload.training.launch.failure import (
     FailureReport,
@@ -100,6 +100,8 @@ def test_a_failed_rank_is_told_by_its_own_traceback_alone():
 
 def test_consequences():
     assert is_consequence(PeerLostError("gone"))
+    assert is_consequence(CheckpointError("rank 0 failed to write the checkpoint", elsewhere=True))
+    assert not is_consequence(CheckpointError("no space left"))
     assert is_consequence(RuntimeError("[gloo/pair.cc:535] Connection closed by peer [127.0.0.1]:23"))
     assert not is_consequence(RuntimeError("shapes differ"))
     assert not is_consequence(ValueError("Connection closed by peer"))
@@ -114,8 +116,18 @@ def test_round_trip_and_story(tmp_path):
     assert FailureReport(0, "killed by SIGKILL", "").text() == "rank 0 failed: killed by SIGKILL"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"colour": 1}'])
+@pytest.mark.parametrize("text", ["[]", '{"colour": 1}'])
 def test_a_torn_file_is_an_error(tmp_path, text):
     failure_path(tmp_path, "worker-0").write_text(text)
     with pytest.raises(Exception, match="can't be read"):
         read_failure(tmp_path, "worker-0")
+
+
+def test_a_second_report_replaces_a_longer_one_and_a_huge_one_is_cut(tmp_path):
+    for message in ("x" * 300_000, "long " * 100, "short"):
+        write_failure(FailureReport(1, "ValueError", message), tmp_path, "worker-1")
+        found = read_failure(tmp_path, "worker-1")
+        assert (
+            found.kind == "ValueError" and message.startswith(found.message) and len(found.message) >= len(message) / 16
+        )
+    assert found.message == "short"

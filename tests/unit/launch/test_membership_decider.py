@@ -178,7 +178,7 @@ def test_after_the_loop_nobody_joins():
     decider = started(2)
     worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
     assert decider.finished() == [EndWorker(worker)]
-    assert decider.ready(worker) == [] and decider.request_join(WorkerPlace(3, "cpu")) == []
+    assert decider.ready(worker) == [EndWorker(worker)] and decider.request_join(WorkerPlace(3, "cpu")) == []
     assert "the training loop has ended" in only(decider.lost([loss("worker-0")]), EndRun).reason
 
 
@@ -248,3 +248,24 @@ def test_another_coordinator_changes_the_members_in_any_case_and_restarts_whom_t
     assert only(got, SendChange).change.workers == ("worker-0",) and only(got, EndWorker).worker == "worker-2"
     assert only(switch_all(again, only(got, SendChange).change), StartWorker).worker == "worker-3"
     assert handed_over(started(1, capable=False)).why_not_without(()) == "training has not begun"
+
+
+def test_what_every_machine_is_sent_does_not_grow_with_the_losses():
+    decider, sizes = started(2, max_restarts=1000), []
+    for _ in range(60):
+        change = only(decider.lost([loss(decider.members[-1])]), SendChange).change
+        joiner = only(switch_all(decider, change), StartWorker).worker
+        switch_all(decider, only(decider.ready(joiner), SendChange).change)
+        sizes.append(len(json.dumps(decider.state())))
+    assert sizes[-1] <= sizes[30] + 60, sizes  # numbers get longer
+
+
+def test_a_joiner_that_nobody_expects_is_ended():
+    decider = started(2)
+    change = only(decider.lost([loss("worker-1")]), SendChange).change
+    joiner = only(switch_all(decider, change), StartWorker).worker
+    first = only(decider.ready(joiner), SendChange).change
+    assert decider.ready(joiner) == [], "it repeats itself"
+    switch_all(decider, first)
+    assert decider.ready(joiner) == [], "it is a member"
+    assert decider.ready("worker-9") == [EndWorker("worker-9")]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 import threading
 import tomllib
 from pathlib import Path
@@ -15,6 +17,7 @@ from evenload.records import lines
 from evenload.records.reader import RecordTail, find_run, read_events, read_steps
 from evenload.records.recorder import Recorder
 from evenload.records.values import LateMetrics, RankTimes, RunEvent, StepRecord
+from tests.small_disk import small_disk
 from tests.unit.records.make import make_step
 
 
@@ -278,3 +281,37 @@ def test_late_metrics_are_followed(tmp_path: Path) -> None:
     recorder.close()
     logged = [record for record in RecordTail(tmp_path).poll() if isinstance(record, LateMetrics)]
     assert [(record.step, record.metrics) for record in logged] == [(0, {"val_loss": 2.0})]
+
+
+def test_a_folder_that_is_removed_while_it_is_written_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    recorder = Recorder(folder, total_steps=7)
+    recorder.step(make_step(0))
+    shutil.rmtree(folder)
+    for index in (1, 2):
+        recorder.step(make_step(index))
+    recorder.event("lost", "rank 1 is gone")
+    recorder.close()
+    assert [record.step for record in read_steps(folder)] == [1, 2]
+    assert [event.kind for event in read_events(folder)] == ["lost", "close"]
+    assert capsys.readouterr().out.count("RECORDS REMOVED") == 2
+
+
+def test_records_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "disk", 100_000):
+        folder = tmp_path / "disk" / "run"
+        recorder = Recorder(folder, total_steps=7)
+        recorder.step(make_step(0))
+        filler = tmp_path / "disk" / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        for index in range(1, 60):
+            recorder.step(make_step(index))
+        filler.unlink()
+        recorder.step(make_step(60))
+        recorder.close()
+        assert [record.step for record in read_steps(folder)] == [*range(61)]
+    assert capsys.readouterr().out.count("RECORDS WAIT") == 1

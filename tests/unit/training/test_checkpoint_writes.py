@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from evenload.records.reader import read_events
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.host_copy import HostBuffers
+from tests.small_disk import small_disk
 
 _LIMIT_S = 20.0
 
@@ -235,19 +235,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on(
     assert names[-2:] == ["step-00000007.damaged", "step-00000008"] and not any(name[0] == "." for name in names)
 
 
-@contextmanager
-def _small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Mount a disk of this size on a folder."""
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() != 0 or libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode()) != 0:
-        pytest.skip("this process may not mount a file system")
-    try:
-        yield
-    finally:
-        libc.umount2(os.fsencode(folder), 2)
-
-
 def _big(seed: int) -> dict[str, Any]:
     return {"model": {"weight": torch.randn(100_000, generator=torch.Generator().manual_seed(seed))}}
 
@@ -255,7 +242,7 @@ def _big(seed: int) -> dict[str, Any]:
 def test_a_full_disk(tmp_path: Path) -> None:
     """400 kB a checkpoint, and room for two: refused before it begins, or where the room goes meanwhile."""
     run = tmp_path / "disk" / "run"
-    with _small_disk(tmp_path / "disk", 1_000_000):
+    with small_disk(tmp_path / "disk", 1_000_000):
         files.open_folder(run)
         for step in (1, 2):
             files.check_room(run, 400_000)

@@ -222,8 +222,17 @@ class Control:
         return PeerLostError(f"another rank is gone while rank {self._groups.rank} {_DOING[operation]} ({error})")
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
-        """Return rank 0's integers on all ranks. The others pass None."""
-        return self.guarded(lambda: self._agree(values))
+        """Return rank 0's integers, one at least, on all ranks. The others pass None, or what they would send in its place.
+
+        LaunchError: rank 0 was lost before it could send them, and the next one has none.
+        """
+        agreed = self.guarded(lambda: self._agree(values))
+        if not agreed:
+            raise LaunchError(
+                "rank 0 is lost, and with it what it alone had decided, such as the order of the script's own sampler; start "
+                "the same command again: the run goes on at its newest checkpoint"
+            )
+        return agreed
 
     def _agree(self, values: Sequence[int] | None) -> list[int]:
         if self._groups.control is None:

@@ -156,7 +156,9 @@ def check_same_stream(
     on rank 0 too, the first samples are compared.
     """
     row = stream_row(samples.contents) if read_again is not None else []
-    num_samples, *first = agree([len(samples), *row] if rank == 0 else None)
+    num_samples, *first = agree(
+        [len(samples), *row]
+    )  # rank 0's: another rank may be rank 0 before all have received them
     if num_samples == len(samples) and read_again is not None and first and differs(row, first):
         samples = read_again()
         if stream_row(samples.contents) == row:

@@ -33,6 +33,11 @@ class MembershipChanges:
     def newest_number(self) -> int:
         return -1 if self.newest is None else self.newest.number
 
+    @property
+    def ended(self) -> bool:
+        """True when the supervisor is gone."""
+        return self._channel.ended
+
     def send(self, message: Message) -> None:
         self._channel.send(message)
 

@@ -16,7 +16,6 @@ Note [Agreement]
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,8 @@ from evenload.training.launch.membership_messages import (
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.planner import Planner
 from evenload.training.step.step import Step, StepListener, StepLoader
+
+_READY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Members(StepListener):
 
     def _leave(self, step: Step) -> None:
         self._context.loop.leave()
+        self._schedule.collect(waits=True)  # the next rank 0 may write one at once
         self._context.recorder.hand_over()
         self._changes.send(Leaving(self._worker))
         raise SystemExit(0)
@@ -185,9 +187,13 @@ class Members(StepListener):
             raise LaunchError(f"this rank can't join the run: {reason}")
         for loader in self._loaders:
             loader.loader.draws_alone = True
-        self._changes.send(Ready(self._worker))
         while self._is_alone():
-            change = self._changes.wait(self._tried, math.inf)
+            self._changes.send(
+                Ready(self._worker)
+            )  # again now and then: a supervisor that does not expect it ends this process
+            change = self._changes.wait(self._tried, _READY_EVERY_S)
+            if change is None and not self._changes.ended:
+                continue
             if change is None:
                 raise LaunchError("the run ended before this rank could join it")
             try:
@@ -225,6 +231,8 @@ class Members(StepListener):
         self._transfer.plan(late, source, self._joins, standings[source].loss if missed else None)
         if missed:
             context.engine.elapsed_s = standings[source].elapsed_s
+            if context.wire is not None:
+                context.wire.forget()
         if self._joins:
             self._num_collectives = standings[source].num_collectives
         num_collectives = max(one.num_collectives for one in standings if not one.joins)
@@ -292,6 +300,9 @@ class Members(StepListener):
                 self._report_lost_checkpoint()
         for lost in change.lost:
             recorder.event("lost", lost.reason, step=step, worker=lost.worker, time_s=lost.time_s)
+        if context.wire is not None and (change.lost or change.left):
+            text = "the errors of gradients that a rank held are lost with it: once, at most what one step loses (error feedback)"
+            recorder.event("wire", text, step=step)
         names = dict(zip(change.workers, change.device_names, strict=False))
         for worker in change.workers:
             if worker not in before.workers:
@@ -304,9 +315,10 @@ class Members(StepListener):
                 "left", f"rank {before.workers.index(worker)} leaves the run on request", step=step, worker=worker
             )
         shares = ", ".join(str(list(loader.planner.shares)) for loader in self._loaders)
+        num_ranks = "1 rank" if len(change.workers) == 1 else f"{len(change.workers)} ranks"
         recorder.event(
             "rebuilt",
-            f"the run continues on {len(change.workers)} ranks after {took_s:.2f} s, shares {shares}",
+            f"the run continues on {num_ranks} after {took_s:.2f} s, shares {shares}",
             step=step,
             workers=list(change.workers),
             devices=list(change.device_names),

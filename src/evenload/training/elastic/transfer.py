@@ -16,6 +16,9 @@ class CheckpointSchedule(Protocol):
 
     def set_last_save(self, saved: tuple[float, int]) -> None: ...
 
+    def collect(self, *, waits: bool = False) -> None:
+        """Wait for the checkpoint that is being written."""
+
 
 class StateTransfer:
     def __init__(self, context: TrainingContext, schedule: CheckpointSchedule) -> None:

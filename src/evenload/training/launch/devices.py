@@ -13,6 +13,8 @@ from evenload.errors import ConfigError
 from evenload.rendezvous.rank_backends import common_backend, used_backends
 from evenload.training.launch.environment import WorkerSpec
 
+_MOST_PER_CORE = 64
+"""CPU ranks on a core; one takes about 200 MB of memory."""
 _EXPECTED = (
     "expected auto, all, cpu, cpu:3 (three CPU ranks), GPU indices such as 0,2, a mix such as 0,cpu, or 0+1 (one rank with two "
     "devices, over which evenload.place cuts a model)"
@@ -90,6 +92,10 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         count = int(number or 1)
         if count < 1:
             raise ConfigError(f"-d {text}: {item} has no ranks; {_EXPECTED}")
+        if count > (most := _MOST_PER_CORE * len(host.cores)):
+            raise ConfigError(
+                f"-d {text}: {count} ranks are more than the {most} that fit; here are: {host.describe()}"
+            )
         return [_cpu_device(host)] * count
     if (kind.isdecimal() and not number) or (kind in ("cuda", "gpu") and number.isdecimal()):
         index = int(number or kind)

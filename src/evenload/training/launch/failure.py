@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.atomic_file import write_atomically
-from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
+from evenload.atomic_file import read_reserved, reserve, write_atomically, write_reserved
+from evenload.errors import CheckpointError, DesyncError, EvenloadError, LaunchError, PeerLostError, RankFailedError
 from evenload.training.launch.hints import hint_for
 
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
@@ -84,13 +84,23 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
     )
 
 
+def prepare_failure(launch_dir: Path, worker: str) -> None:
+    """Take the room for a worker's report: on a full disk its error must not look like the loss of a device. OSError: no room."""
+    reserve(failure_path(launch_dir, worker), _ROOM_BYTES)
+
+
 def write_failure(failure: FailureReport, launch_dir: Path, worker: str) -> None:
-    write_atomically(failure_path(launch_dir, worker), json.dumps(dataclasses.asdict(failure)))
+    message, trace = failure.message, failure.traceback
+    while len(content := json.dumps(dataclasses.asdict(failure)).encode()) >= _ROOM_BYTES:
+        message, trace = message[: len(message) // 2], trace[len(trace) // 2 :]
+        failure = dataclasses.replace(failure, message=message, traceback=trace)
+    write_reserved(failure_path(launch_dir, worker), content)
 
 
 def read_failure(launch_dir: Path, worker: str) -> FailureReport | None:
     try:
-        return FailureReport(**json.loads(failure_path(launch_dir, worker).read_text()))
+        content = read_reserved(failure_path(launch_dir, worker))
+        return FailureReport(**json.loads(content)) if content else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -99,6 +109,8 @@ def read_failure(launch_dir: Path, worker: str) -> FailureReport | None:
 
 def is_consequence(error: BaseException) -> bool:
     """Return True if the error only shows that another rank is gone or failed."""
+    if isinstance(error, CheckpointError) and error.elsewhere:
+        return True
     if isinstance(error, PeerLostError | DesyncError) or type(error).__name__ == "DistNetworkError":
         return True
     # Messages of gloo that have not been translated yet, and of TensorPipe (RPC).
@@ -236,6 +248,7 @@ def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:
     )
 
 
+_ROOM_BYTES = 1 << 16
 _LOST_DEVICE = (
     "uncorrectable ECC error",
     "GPU is lost",

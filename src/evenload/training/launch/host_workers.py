@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from evenload.errors import LaunchError
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
@@ -32,11 +33,16 @@ class HostWorkers:
         self.by_worker: Mapping[str, WorkerProcess] = MappingProxyType(self._processes)
 
     def start(self, spec: WorkerSpec, with_channel: bool) -> WorkerProcess:
+        """Start a worker; LaunchError if the system can't now."""
         throttled = not spec.joining or spec.local_rank < len(self.request.throttle)
         if self.throttle is not None and throttled:
             spec = replace(spec, throttle=throttle_of(self.throttle, spec))
         spec = replace(spec, launch_dir=str(self.folder), command=self._command)
-        process = WorkerProcess(spec, self.request.arguments, self.outputs, with_channel)
+        try:
+            process = WorkerProcess(spec, self.request.arguments, self.outputs, with_channel)
+        except OSError as error:  # a full disk, too many processes
+            where = f"files of workers are in {self.folder.parent}: if it is full, set TMPDIR to another folder"
+            raise LaunchError(f"{error}; {where}") from error
         self._processes[spec.worker] = process
         if self.throttle is not None and throttled:
             self.throttle.admit(spec.local_rank, process.pid)

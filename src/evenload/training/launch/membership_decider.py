@@ -19,6 +19,9 @@ from evenload.training.launch.membership_messages import LostWorker, MembershipC
 _DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Before the first, second, ... restart at one place: a device that fails again and again must not take time from the others."""
 
+_NUM_LOSSES = 20
+"""Losses that the report of an end names; every machine is sent them with each change."""
+
 NOT_BEGUN = "training has not begun"
 LOOP_ENDED = "the training loop has ended"
 
@@ -88,7 +91,7 @@ class MembershipDecider:
         """The place of each worker that is a member, joins or leaves."""
         self.store = store
         self.losses: list[LostWorker] = []
-        """All members that were lost, the first first."""
+        """The last members that were lost, the newest last."""
         self._max_restarts = max_restarts
         self._number = 0
         self._effective = self.members
@@ -198,7 +201,7 @@ class MembershipDecider:
         instructions: list[Instruction] = []
         lost_members = [loss for loss in losses if loss.worker in self._effective and loss.worker not in self._lost]
         lost_joiners = [loss for loss in losses if loss.worker in self._joiners]
-        self.losses += lost_members
+        self.losses = [*self.losses, *lost_members][-_NUM_LOSSES:]
         if lost_members and (why := self.why_not_without([loss.worker for loss in lost_members])):
             return [EndRun("\n".join([*(loss.reason for loss in self.losses), f"the run can't go on: {why}"]))]
         in_admission = self._pending.joined if self._pending is not None else ()
@@ -227,7 +230,7 @@ class MembershipDecider:
 
     def ready(self, worker: str) -> list[Instruction]:
         if worker not in self._joiners:
-            return []
+            return [] if worker in (*self.members, *self._effective) else [EndWorker(worker)]
         self._joiners[worker] = True
         return self._change_at_boundary()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from evenload.job.processes import SessionProcess, stat_of
 from evenload.training.launch import stop_status
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
-from evenload.training.launch.failure import FailureReport, describe_end, read_failure
+from evenload.training.launch.failure import FailureReport, describe_end, prepare_failure, read_failure
 from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.output import WorkerOutputs
 
@@ -52,6 +52,8 @@ class WorkerProcess(SessionProcess):
             self.spec = replace(spec, lifeline=lifeline, channel=channel)
             path = Path(spec.launch_dir) / f"{spec.worker}.json"
             write_spec(self.spec, path)
+            stop_status.prepare(path.parent, spec.worker)
+            prepare_failure(path.parent, spec.worker)
             super().__init__(
                 # -P: no file of the user's folder may shadow a module before the script runs.
                 [sys.executable, "-u", "-P", "-m", "evenload.training.launch.worker", *arguments],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from evenload.errors import LaunchError
 from evenload.rendezvous.peer_monitor import COORDINATOR, CoordinatorChanged, PeerMessage, PeerMonitor
 from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.membership_messages import Finished, MembershipChange, Ready, from_line, to_line
 from evenload.training.launch.process import WorkerProcess
@@ -101,7 +104,7 @@ class RelayedMembers:
             case "start_worker":
                 fields = content["fields"] | {key: tuple(content["fields"][key]) for key in ("workers", "device_names")}
                 base = self.specs[content["local_rank"]]
-                self._host.start(replace(base, **fields, store=self._store), with_channel=True)
+                self._start(replace(base, **fields, store=self._store))
             case "to_worker" if process is not None and process.channel is not None:
                 change = from_line(content["line"])
                 if isinstance(change, MembershipChange):
@@ -112,3 +115,10 @@ class RelayedMembers:
             case "kill_worker" if process is not None:
                 process.kill()
                 process.close()
+
+    def _start(self, spec: WorkerSpec) -> None:
+        try:
+            self._host.start(spec, with_channel=True)
+        except LaunchError as error:  # the coordinator decides whether to try again
+            failure = FailureReport(spec.rank, f"it can't be started: {error}", "", lost=True, time_s=time.time())
+            self._peers.send(COORDINATOR, "worker_state", **state_content(spec.worker, 1, failure, 0.0, False))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE
 from evenload.rendezvous.peer_monitor import (
     FailureCause,
@@ -268,6 +269,7 @@ class RunMembers:
             self._next_step = max(self._next_step, message.step)  # a rank that joins may not know it yet
             if before is not None and decider.pending is not before:
                 self._print_change(before)
+                self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
         elif isinstance(message, Suspects):
             if not self._suspects:
@@ -373,7 +375,11 @@ class RunMembers:
         }
         if place.node == self._node:
             spec = replace(self._specs[place.local_rank], **fields, store=decider.store)
-            self._workers[start.worker] = self._host.start(spec, with_channel=True)
+            try:
+                self._workers[start.worker] = self._host.start(spec, with_channel=True)
+            except LaunchError as error:  # later there may be room
+                loss = LostWorker(start.worker, f"{place.device} can't be started: {error}", time.time())
+                self._act(decider.lost([loss]))
             return
         spec = replace(self._specs[0], **fields, local_rank=place.local_rank, device=place.device)
         self._workers[start.worker] = self._machines.start(spec, place, fields)

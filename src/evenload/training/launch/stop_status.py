@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from evenload.atomic_file import write_atomically
+from evenload.atomic_file import read_reserved, reserve, write_reserved
 
 _ABORT_FILE = "stop-end"
 _TERM_WAIT_S = 3.0
@@ -46,12 +46,21 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+_CODES = {status: b"%d" % index for index, status in enumerate(StopStatus)}
+"""One byte, which readers see whole."""
+
+
+def prepare(launch_dir: Path, worker: str) -> None:
+    """Take the room for a worker's status: a disk that fills up later must not make its good end a loss. OSError: no room."""
+    reserve(_path(launch_dir, worker), 1)
+
+
 def write(launch_dir: str, worker: str, status: StopStatus) -> None:
     """Write the status for the supervisor; without one (an empty ``launch_dir``) do nothing."""
     if not launch_dir:
         return
     with suppress(OSError):  # the launch may be over already, its folder gone
-        write_atomically(_path(Path(launch_dir), worker), status.value)
+        write_reserved(_path(Path(launch_dir), worker), _CODES[status])
 
 
 def read(launch_dir: Path, workers: Iterable[str]) -> StopStatus:
@@ -92,10 +101,10 @@ def is_aborted(launch_dir: str) -> bool:
 
 
 def _read(launch_dir: Path, worker: str) -> StopStatus:
-    try:
-        return StopStatus(_path(launch_dir, worker).read_text())
-    except (OSError, ValueError):
-        return StopStatus.NOT_STARTED
+    with suppress(OSError):
+        found = read_reserved(_path(launch_dir, worker))
+        return next((status for status, code in _CODES.items() if code == found), StopStatus.NOT_STARTED)
+    return StopStatus.NOT_STARTED
 
 
 def _path(launch_dir: Path, worker: str) -> Path:

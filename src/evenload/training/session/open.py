@@ -135,9 +135,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
 
     def open_folder() -> None:
         if old:
+            lock = lock_folder(folder)  # from here on no other run begins in the folder that is moved
             _move_aside(folder, old)
             old.clear()
             recorder.open(_open_records(spec, config, folder, writes))
+            lock.close()
 
     def take_records() -> None:
         records = _open_records(spec, config, folder, writes=True, takes_over=True)
@@ -356,9 +358,10 @@ def _move_aside(folder: Path, old: Mapping[str, int]) -> None:
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
         index += 1
     shutil.move(folder, aside)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, changed_ns in _contents(aside).items():
-        if name not in old or (changed_ns != old[name] and not (aside / name).is_dir()):
+        is_new = name not in old or (changed_ns != old[name] and not (aside / name).is_dir())
+        if is_new and name != LOCK_FILE:
             (aside / name).rename(folder / name)
     _note_fresh(folder)
     print(f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}", flush=True)

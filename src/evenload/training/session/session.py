@@ -108,8 +108,6 @@ class Session(StepListener):
         """Return why this rank could not take the place of another, or another its; empty if it could."""
         if self._context.islands is not None:
             return "with strategy='local' the state of an island is not another's"
-        if self._context.wire is not None:
-            return f"with wire={self._context.config.wire!r} each rank holds errors of its own, which would be lost"
         return why_not_restored(self._context, self._models, self._saver.unregistered)
 
     def prepare(self, value: Any) -> Any:

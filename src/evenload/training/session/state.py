@@ -304,7 +304,8 @@ class Saver:
     @property
     def _writes(self) -> bool:
         context = self._context
-        return context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
+        is_main = context.rank == 0 and not context.loop.left  # one that leaves: the others go on, and write
+        return is_main and context.spec.mode == "train" and not context.config.dry_run
 
     @property
     def _is_split(self) -> bool:
@@ -371,7 +372,7 @@ class Saver:
             context.loop.step.commit()
         failure: CheckpointError | None = None
         if context.wire is not None:
-            context.wire.gather()
+            context.control.guarded(context.wire.gather)
         if self.islands is not None:
             self.islands.gather()
         with context.clock.segment("other"):
@@ -385,7 +386,7 @@ class Saver:
             self._raised_step = step
             raise failure
         if rows[0][0]:
-            raise CheckpointError("rank 0 failed to write the checkpoint")
+            raise CheckpointError("rank 0 failed to write the checkpoint", elsewhere=True)
 
     def _store(self, step: int, reason: str, *, waits: bool) -> None:
         """Write the state to disk, on rank 0: beside the training, or now (`waits`). CheckpointError if it can't be."""

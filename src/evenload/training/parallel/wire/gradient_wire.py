@@ -162,10 +162,14 @@ class GradientWire:
         """Move the errors of all ranks to rank 0, so that its `state_dict` holds all. All ranks call it."""
         if self.format is None or self._groups.gradients is None:
             return
-        for bucket in self._buckets:
-            self._groups.sum_async(self._error(bucket)).wait()
-        if self._groups.rank != 0:
-            self._errors = {}
+        sums = {bucket: self._error(bucket).clone() for bucket in self._buckets}  # a rank may be lost meanwhile
+        for total in sums.values():
+            self._groups.sum_async(total).wait()
+        self._errors = sums if self._groups.rank == 0 else {}
+
+    def forget(self) -> None:
+        """Drop the errors of this rank, which has missed a step: the others have used them."""
+        self._errors, self._started = {}, []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the errors that this rank holds, and what `powersgd` starts with, by parameter."""
