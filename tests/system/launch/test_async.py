@@ -11,14 +11,14 @@ from evenload.records.reader import read_events, read_steps
 from tests.warm import Command
 
 SCRIPT = """
-import os, signal
+import os, signal, sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import evenload
 
 def main():
-    run = evenload.init(project_dir="run", staleness_lr="inverse")
+    run = evenload.init(project_dir="run", staleness_lr="inverse", timeout_s=float(sys.argv[2]))
     data = torch.randn(160, 3, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(data), batch_size=8, shuffle=True, num_workers=1)
     model, loader = run.prepare(nn.Linear(3, 1), loader)
@@ -28,7 +28,7 @@ def main():
 
     def loss_fn(batch):
         if run.rank == 2 and parts == 1 and run.world_size == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
         return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
 
     for epoch in range(loader.epoch, 2):
@@ -46,7 +46,10 @@ main()
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "timeout_s"), [("SIGKILL", 600), ("SIGSTOP", 8)])
+def test_a_worker_that_dies_or_hangs_costs_its_part_and_no_sample(
+    number: str, timeout_s: float, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [
         "-m",
@@ -59,6 +62,8 @@ def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
         "--throttle",
         "1,1,0.5",
         "train.py",
+        number,
+        str(timeout_s),
     ]
     process = Command(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     try:
