@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from evenload.records.reader import read_events, read_steps
+from evenload.testing import hosts
 from tests.warm import Command
 
 SCRIPT = """
@@ -83,3 +85,34 @@ def test_a_worker_that_dies_or_hangs_costs_its_part_and_no_sample(
     [lost] = [event for event in read_events(tmp_path / "run") if event.kind == "lost"]
     assert lost.fields["rank"] == 2 and len(lost.fields["parts"]) == 1
     assert "mean staleness" in printed and "updates" in printed
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    script = SCRIPT.replace("(batch):", "(batch):\n        __import__('time').sleep(0.1)", 1)
+    command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
+    processes = []
+    with hosts.machines(3) as boxes:
+        for box in boxes:
+            own = tmp_path / box.name
+            own.mkdir()
+            (own / "train.py").write_text(script)
+            arguments = [*command, "train.py", "SIGKILL", "600"]
+            processes.append(Command(arguments, own, os.environ, host=box, output=own / "screen"))
+        try:
+            steps, limit_s = tmp_path / "box1" / "run" / "steps.jsonl", time.monotonic() + 80
+            while time.monotonic() < limit_s and not (steps.exists() and len(steps.read_text().splitlines()) > 6):
+                time.sleep(0.1)
+            processes[2].kill()
+            codes = [processes[0].wait(60), processes[1].wait(60)]
+        finally:
+            for process in processes:
+                process.kill()
+    printed = (tmp_path / "box1" / "screen").read_text()
+    assert codes == [0, 0], printed
+    assert "the run goes on without it" in printed
+    assert "epoch 1 ranks 2 seen 160 equal True" in printed
+    records = read_steps(tmp_path / "box1" / "run")
+    assert sorted(record.epoch_step for record in records if record.epoch == 1) == list(range(20))

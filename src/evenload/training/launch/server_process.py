@@ -58,6 +58,11 @@ def give_up(launch_dir: str, rank: int) -> None:
             file.write(f"{rank}\n")
 
 
+def may_lose(folder: Path) -> bool:
+    """Return whether the ranks have called `allow_losses`."""
+    return (folder / _MAY_LOSE_FILE).exists()
+
+
 class LostWorkers:
     """Workers that were killed, and without which the run goes on."""
 
@@ -82,7 +87,7 @@ class LostWorkers:
         if rank in self._ranks:
             return True
         was_killed = worker.poll() is not None and failure.kind.startswith("killed by ")
-        if rank == 0 or not was_killed or not (self._folder / _MAY_LOSE_FILE).exists():
+        if rank == 0 or not was_killed or not may_lose(self._folder):
             return False
         self._ranks.add(rank)
         self._print_line(f"evenload: {failure.text(worker.spec.device)}\nevenload: the run goes on without rank {rank}")
