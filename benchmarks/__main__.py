@@ -30,6 +30,7 @@ NAMES = (
     "loading",
     "hosts",
     "wire",
+    "overlap",
     "islands",
     "cut_link",
     "lost_hosts",
@@ -50,7 +51,18 @@ NAMES = (
     "gpu",
 )
 
-_WITH_ONLY = ("gpu", "small_steps", "faults", "churn", "queue_product", "islands", "cut_link", "lost_hosts")
+_WITH_ONLY = (
+    "gpu",
+    "small_steps",
+    "faults",
+    "churn",
+    "queue_product",
+    "wire",
+    "overlap",
+    "islands",
+    "cut_link",
+    "lost_hosts",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of faults, "
-        "cut_link and lost_hosts: seeds; of queue_product: parts",
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of wire: rates "
+        "in Mbit/s; of overlap: 'no limit' or '1 Gbit/s'; of faults, cut_link and lost_hosts: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):

@@ -1,4 +1,7 @@
-"""Draw benchmarks/results/efficiency.json as docs/efficiency.svg: `python -m benchmarks.chart`."""
+"""Draw stored results as figures of the docs: `python -m benchmarks.chart`.
+
+efficiency.json becomes docs/efficiency.svg; asynchronous.json, where it is there, docs/async-measured.svg: loss against time.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenload.views.svg import bar_panel, chart
+from evenload.views.svg import bar_panel, chart, line_panel
 
 RESULTS = Path(__file__).parent / "results" / "efficiency.json"
 CHART = Path(__file__).parents[1] / "docs" / "efficiency.svg"
+CURVES = RESULTS.with_name("asynchronous.json")
+CURVES_CHART = CHART.with_name("async-measured.svg")
 _ARMS = (("evenload", "Evenload"), ("ddp", "plain DDP"))
 _WIDTH, _HEIGHT = 720, 190
 
@@ -43,10 +48,26 @@ def stored() -> str:
     return draw(found["result"], source)
 
 
+def draw_curves(found: dict[str, Any]) -> str:
+    """Return validation losses against seconds, of the arms that use both devices."""
+    curves = {name: arm["curve"] for name, arm in found["result"]["arms"].items() if "alone" not in name}
+    source = (
+        f"Seconds of training, two CPU ranks of 1 and 0.25 cores ({found['hardware']['cpu']}), each five times as slow for two "
+        f"seconds now and then; {found['date'][:10]}, commit {found['commit'][:8]}."
+    )
+    panel = partial(
+        line_panel, title="Validation loss", below=source, lines=list(curves.values()), width=_WIDTH, height=_HEIGHT
+    )
+    return chart(list(curves), [panel], _WIDTH, _HEIGHT)
+
+
 def main() -> None:
-    """Write the chart."""
+    """Write the charts."""
     CHART.write_text(stored())
     print(f"written to {CHART}")
+    if CURVES.exists():
+        CURVES_CHART.write_text(draw_curves(json.loads(CURVES.read_text())))
+        print(f"written to {CURVES_CHART}")
 
 
 if __name__ == "__main__":

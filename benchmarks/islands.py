@@ -9,11 +9,12 @@ control groups from outside (benchmarks/quota.py). All arms take the same global
 
 Losses by step do not depend on the link or on the quotas under the first three, which wait for the link in each step: they are
 trained once without a limit, and timed on the link for a few steps. Arms that synchronise rarely train on the link. Time to the
-loss: that of synchronous training after all steps, or the arm's own last one where it is higher (`reached` is then no). Compute
-is a step of a rank alone; exchange is what a step of `ddp` takes beyond it.
+loss: to 1.01 times that of synchronous training after all steps; an arm that does not get there is not the best one. Compute is a
+step of both ranks without a link; exchange is what a step of `ddp` takes beyond that of the slower rank.
 
-Bars: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed of the best of the others
-with equal islands, 1.3 times it at 1 : 0.5, and there 0.95 of the islands' summed speed; final loss within 1 %.
+Bars, by the time to the loss: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed
+of the best of the others with equal islands, 1.3 times it at 1 : 0.5. By steps: there, 0.95 of the islands' summed speed. The
+final loss of that best one is within 1 % of synchronous training.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from evenload.testing import hosts
 MBIT, DELAY_MS = 100.0, 20.0
 SIZE, QUICK_SIZE = "16,64,256,8", "8,16,32,1"
 EVERY, NUM_STEPS, NUM_TIMED = 20, 60, 9
+CLOSE = 1.01
+"""The loss that counts as reached is within 1 % of the synchronous one."""
 SPEEDS = {"equal": (0.7, 0.7), "1:0.5": (0.8, 0.4)}
 """Cores of each rank; the rest of two is left to the relay of packets."""
 TORCH = ("ddp", "bf16", "powersgd", "diloco")
@@ -69,7 +72,8 @@ def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
 
 
 def _case(place: _Place, speeds: tuple[float, float], curves: Mapping[str, Any], quick: bool) -> dict[str, Any]:
-    target = curves["ddp"][-1][-1]
+    final = curves["ddp"][-1][-1]
+    target = CLOSE * final
     arms: dict[str, Any] = {}
     for arm, curve in curves.items():
         step_s = _run(place, arm, speeds, steps=NUM_TIMED)["step_s"]
@@ -93,7 +97,7 @@ def _case(place: _Place, speeds: tuple[float, float], curves: Mapping[str, Any],
     speed = sum(0.5 / seconds for seconds in (alone if len(alone) > 1 else alone * 2))
     compute_s = 1 / speed
     exchange_s = arms["ddp"]["step_s"] - max(alone)
-    return {"arms": arms, "compute_s": compute_s, "exchange_s": exchange_s, "target": target}
+    return {"arms": arms, "compute_s": compute_s, "exchange_s": exchange_s, "target": target, "synchronous_loss": final}
 
 
 def _reach(curve: Sequence[Any], target: float) -> dict[str, Any]:
@@ -113,22 +117,27 @@ def _bars(cases: Mapping[str, Any]) -> dict[str, bool]:
     bars: dict[str, bool] = {}
     for name, case in cases.items():
         arms = case["arms"]
-        own = [arm for arm in arms if arm in EVENLOAD]
-        others = [arm for arm in ("bf16", "powersgd", "diloco") if arm in arms]
-        if not own or not others:
+
+        def best_of(some: Sequence[str], arms: Mapping[str, Any] = arms) -> str | None:
+            reached = [arm for arm in some if arm in arms and arms[arm]["reached"]]
+            return min(reached, key=lambda arm: float(arms[arm]["to_loss_s"]), default=None)
+
+        own, rival = best_of(tuple(EVENLOAD)), best_of(("bf16", "powersgd", "diloco"))
+        if own is None:
+            bars[f"{name}: no arm of Evenload reaches the loss"] = False
             continue
-        best, rival = (min(arms[arm]["step_s"] for arm in some) for some in (own, others))
+        best = arms[own]
         ideal = (case["compute_s"] + case["exchange_s"]) / case["compute_s"]
-        gain = arms["ddp"]["step_s"] / best
-        bars[f"{name}: {gain:.2f}x ddp (0.9 of {ideal:.2f}x)"] = gain >= 0.9 * ideal
+        gain = arms["ddp"]["to_loss_s"] / best["to_loss_s"]
+        bars[f"{name}: {own} is {gain:.2f}x as fast as ddp (0.9 of {ideal:.2f}x)"] = gain >= 0.9 * ideal
         wanted = 1.0 if name == "equal" else 1.3
-        bars[f"{name}: {rival / best:.2f}x the best of the others ({wanted:g})"] = rival / best >= wanted
+        ratio = arms[rival]["to_loss_s"] / best["to_loss_s"] if rival is not None else float("inf")
+        bars[f"{name}: {ratio:.2f}x the best of the others, {rival} ({wanted:g})"] = ratio >= wanted
         if name != "equal":
-            bars[f"{name}: {case['compute_s'] / best:.2f} of the summed speed (0.95)"] = (
-                case["compute_s"] / best >= 0.95
-            )
-        loss = min(arms[arm]["loss"] for arm in own)
-        bars[f"{name}: final loss {loss:.3f}, synchronous {case['target']:.3f} (1 %)"] = loss <= 1.01 * case["target"]
+            part = case["compute_s"] / min(arms[arm]["step_s"] for arm in EVENLOAD if arm in arms)
+            bars[f"{name}: {part:.2f} of the summed speed (0.95)"] = part >= 0.95
+        loss, synchronous = best["loss"], case["synchronous_loss"]
+        bars[f"{name}: final loss {loss:.3f}, synchronous {synchronous:.3f} (1 %)"] = loss <= CLOSE * synchronous
     return bars
 
 

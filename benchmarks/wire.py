@@ -3,6 +3,9 @@
 One CPU rank on each machine, both on the cores of this one. The formats, and islands that synchronise once in 20 steps, take
 turns in blocks of steps, each block a session of the same processes, so that other load meets all of them. The prediction is that
 of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation.
+
+Bar: 8 of 10 predictions are within 15 % of the measured time. Reported beside it: on how many links the arm that was predicted to
+be the cheapest is it, or takes at most 5 % longer than the one that is.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from evenload.balance.wire_bytes import FORMATS
 from evenload.records.reader import read_events
 from evenload.testing import hosts
 
-LINKS_MBIT_MS = ((10, 0.0), (100, 0.0), (100, 20.0), (1000, 0.0), (1000, 5.0))
+LINKS_MBIT_MS = ((10, 0.0), (10, 20.0), (100, 0.0), (100, 20.0), (1000, 0.0), (1000, 5.0), (10_000, 0.0), (10_000, 1.0))
 _SETTINGS = {**{wire: f'wire="{wire}"' for wire in FORMATS}, "local": 'strategy="local", sync_every=20'}
 """Arms, and their options in the advice."""
 CLOSE = 0.15
@@ -61,21 +64,27 @@ if run.rank == 0:
 """
 
 
-def measure(quick: bool = False) -> dict[str, Any]:
-    """Seconds of a step by link and format, measured and predicted."""
+def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
+    """Seconds of a step by link and format, measured and predicted. `only`: some rates in Mbit/s, with commas."""
     if reason := hosts.why_not():
         return {"skipped": reason}
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
-        for mbit, delay_ms in LINKS_MBIT_MS[1:2] if quick else LINKS_MBIT_MS:
+        for mbit, delay_ms in LINKS_MBIT_MS[2:3] if quick else LINKS_MBIT_MS:
+            if only and str(mbit) not in only.split(","):
+                continue
             # About as much time for each link: 2 MB on the slowest, 33 MB on the fastest.
-            width = 256 if quick else {10: 360, 100: 724, 1000: 1448}[mbit]
+            width = 256 if quick else {10: 360, 100: 724}.get(mbit, 1448)
             name = f"{mbit} Mbit/s, {2 * delay_ms:g} ms"
             links[name] = _link(Path(folder, f"{mbit}-{delay_ms}"), mbit, delay_ms, width, 1 if quick else 3)
     errors = [abs(link["predicted_s"][arm] / link["step_s"][arm] - 1) for link in links.values() for arm in _SETTINGS]
     good = sum(error <= CLOSE for error in errors)
-    bars = {f"predicted within {CLOSE:.0%} in 8 of 10": good >= 0.8 * len(errors)}
-    return {"links": links, "num_good": good, "num_predictions": len(errors), "bars": bars}
+    bars = {f"{good} of {len(errors)} predicted within {CLOSE:.0%} (8 of 10)": good >= 0.8 * len(errors)}
+    named = sum(
+        link["step_s"][min(_SETTINGS, key=link["predicted_s"].__getitem__)] <= 1.05 * min(link["step_s"].values())
+        for link in links.values()
+    )
+    return {"links": links, "num_good": good, "num_predictions": len(errors), "num_named": named, "bars": bars}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -94,7 +103,10 @@ def table(result: dict[str, Any]) -> str:
         for wire in _SETTINGS
     ]
     text = rows(("link, round trip", "wire", "step", "predicted", "to fp32"), lines)
-    return f"{text}\n{result['num_good']} of {result['num_predictions']} predictions within {CLOSE:.0%}"
+    return (
+        f"{text}\n{result['num_good']} of {result['num_predictions']} predictions within {CLOSE:.0%}; the cheapest is named on "
+        f"{result['num_named']} of {len(result['links'])} links"
+    )
 
 
 def _link(folder: Path, mbit: float, delay_ms: float, width: int, rounds: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
@@ -108,6 +109,7 @@ def run_cases(folder: str) -> dict[str, Any]:
     found["resumed"] = train(f"{folder}/resumed", {"balance": "even"}, epochs=1)
     found["counted"] = count_updates(f"{folder}/counted", 1)
     found["refused"] = refusals(folder)
+    found["averages"] = averages(f"{folder}/averages")
     return found
 
 
@@ -142,6 +144,23 @@ def interrupted(folder: str) -> dict[str, Any]:
     run._session._saver.resumed = False
     run._session.close()
     return {"cursor": cursor}
+
+
+def averages(folder: str) -> State:
+    """Train two epochs with an average of the weights that is not prepared."""
+    run = evenload.init(project_dir=folder, micro_batch=4, strategy="async")
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
+    average = AveragedModel(model, use_buffers=True)
+    optimizer, _ = optimizers(model)
+    run.resume(model=model, optimizer=optimizer, average=average)
+    for _ in range(2):
+        for step in loader:
+            step.backward(lambda batch: loss_of(model, batch[0]))
+            optimizer.step()
+            average.update_parameters(model)
+            optimizer.zero_grad()
+    run.close()
+    return {name: value.clone() for name, value in average.state_dict().items()}
 
 
 def count_updates(folder: str, epochs: int) -> int:
@@ -306,6 +325,15 @@ def test_an_epoch_left_out_of_order_is_finished_by_ddp(ranks: tuple[Path, list[d
     assert sorted(r.epoch_step for r in records) == list(range(SAMPLES // BATCH))
     assert [r.metrics for r in records][-1].get("worker") is None
     assert all(rank["resumed"]["steps_done"] == SAMPLES // BATCH for rank in found)
+
+
+def test_an_average_of_the_weights_is_that_of_the_server_between_loops(
+    ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    first, *workers = (seen["averages"] for seen in ranks[1])
+    assert int(first["n_averaged"]) == 2 * SAMPLES // BATCH
+    for average in workers:
+        assert all(torch.equal(value, first[name]) for name, value in average.items())
 
 
 def test_wrong_uses_are_named(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -18,6 +18,7 @@ def everything(folder: str) -> dict[str, Any]:
         test_state.moved_errors,
         test_state.shown,
         test_state.every_step,
+        test_state.short_last_batch,
     )
     return {job.__name__: job(f"{folder}/{job.__name__}") for job in jobs}
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import evenload
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, DataError
 from tests.ranks.islands.simulation import BATCH, Case, Points, build, loss_of, simulate
 from tests.ranks.islands.test_references import difference
 
@@ -107,6 +107,18 @@ def every_step(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def short_last_batch(folder: str) -> str:
+    run = evenload.init(project_dir=folder, strategy="local", islands="0/1/2")
+    run.prepare(nn.Linear(5, 3).double(), DataLoader(Points(), batch_size=len(Points()) - 3))
+    try:
+        run.prepare(DataLoader(Points(), batch_size=len(Points()) - 2))
+    except DataError as error:
+        return str(error)
+    finally:
+        run.close()
+    return ""
+
+
 @pytest.fixture(scope="module")
 def ranks(island_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return island_ranks
@@ -148,6 +160,10 @@ def test_synchronising_in_each_step_is_ddp(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         islands, ddp = seen["every_step"]
         assert difference(islands, ddp) < 1e-12
+
+
+def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: list[dict[str, Any]]) -> None:
+    assert all("a step of 2 samples cannot be divided over 3 islands" in seen["short_last_batch"] for seen in ranks)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def _calls(folder: str) -> dict[str, Any]:
         except LaunchError as error:
             found["wrong rank"] = str(error)
         _start(run)
+        found["alone"] = run._session._why_not_restored()
         other = f"rank{1 - run.rank}"
         found["value"] = rpc.rpc_sync(other, _double, (torch.full((3,), float(run.rank)),)).tolist()
         try:
@@ -53,6 +54,8 @@ def test_it_starts_on_the_runs_store_and_ends_with_the_run(tmp_path: Path) -> No
         assert found["value"] == [2.0 * rank] * 3 and found["ended"]
         assert f"this is rank {rank} of 2 of the run; pass rank=run.rank" in found["wrong rank"]
         assert f"name=rank{1 - rank}" in found["error"] and "a value is missing" in found["error"]
+        # Otherwise a rank that is started again would have an RPC of its own, and the table of a rank twice.
+        assert "takes no rank anew" in found["alone"]
 
 
 def _dies(folder: str) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from evenload.records.reader import read_events, read_steps
+from evenload.testing import hosts
 from tests.warm import Command
 
 SCRIPT = """
-import os, signal
+import os, signal, sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import evenload
 
 def main():
-    run = evenload.init(project_dir="run", staleness_lr="inverse")
+    run = evenload.init(project_dir="run", staleness_lr="inverse", timeout_s=float(sys.argv[2]))
     data = torch.randn(160, 3, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(data), batch_size=8, shuffle=True, num_workers=1)
     model, loader = run.prepare(nn.Linear(3, 1), loader)
@@ -28,7 +30,7 @@ def main():
 
     def loss_fn(batch):
         if run.rank == 2 and parts == 1 and run.world_size == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
         return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
 
     for epoch in range(loader.epoch, 2):
@@ -46,7 +48,10 @@ main()
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "timeout_s"), [("SIGKILL", 600), ("SIGSTOP", 8)])
+def test_a_worker_that_dies_or_hangs_costs_its_part_and_no_sample(
+    number: str, timeout_s: float, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [
         "-m",
@@ -59,6 +64,8 @@ def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
         "--throttle",
         "1,1,0.5",
         "train.py",
+        number,
+        str(timeout_s),
     ]
     process = Command(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -78,3 +85,34 @@ def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
     [lost] = [event for event in read_events(tmp_path / "run") if event.kind == "lost"]
     assert lost.fields["rank"] == 2 and len(lost.fields["parts"]) == 1
     assert "mean staleness" in printed and "updates" in printed
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    script = SCRIPT.replace("(batch):", "(batch):\n        __import__('time').sleep(0.1)", 1)
+    command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
+    processes = []
+    with hosts.machines(3) as boxes:
+        for box in boxes:
+            own = tmp_path / box.name
+            own.mkdir()
+            (own / "train.py").write_text(script)
+            arguments = [*command, "train.py", "SIGKILL", "600"]
+            processes.append(Command(arguments, own, os.environ, host=box, output=own / "screen"))
+        try:
+            steps, limit_s = tmp_path / "box1" / "run" / "steps.jsonl", time.monotonic() + 80
+            while time.monotonic() < limit_s and not (steps.exists() and len(steps.read_text().splitlines()) > 6):
+                time.sleep(0.1)
+            processes[2].kill()
+            codes = [processes[0].wait(60), processes[1].wait(60)]
+        finally:
+            for process in processes:
+                process.kill()
+    printed = (tmp_path / "box1" / "screen").read_text()
+    assert codes == [0, 0], printed
+    assert "the run goes on without it" in printed
+    assert "epoch 1 ranks 2 seen 160 equal True" in printed
+    records = read_steps(tmp_path / "box1" / "run")
+    assert sorted(record.epoch_step for record in records if record.epoch == 1) == list(range(20))

@@ -1,6 +1,7 @@
 """The machine that takes over goes on with what its own ranks, and those of the others, have said before."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,7 @@ def take_over():
         state = RunState(3, machines, ((0, 1, 2), (1, 2)), members)
         specs = [WorkerSpec(n, workers=NAMES, world_size=3) for n in (1, 2)]
         host = SimpleNamespace(
+            folder=Path("no-launch"),
             request=SimpleNamespace(max_restarts=3),
             by_worker={"worker-1": own_process(specs[0]), "worker-3": own_process(specs[1])},
             outputs=SimpleNamespace(set_ranks=lambda workers: None),

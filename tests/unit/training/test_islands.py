@@ -108,3 +108,18 @@ def test_an_imaginary_part_synchronises() -> None:
         model.weight.fill_(2 + 4j)
     outer.synchronise(5.0)
     assert torch.equal(model.weight, torch.full((3,), 1 + 2j, dtype=torch.complex128))
+
+
+def test_a_fragment_beside_a_large_parameter_may_hold_none() -> None:
+    model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(1, 1, bias=False), nn.Linear(1, 64, bias=False))
+    groups: Any = SimpleNamespace(nccl_ranks=(), begin=None, gradients=None)
+    link = IslandLink(groups, groups, IslandMap(((0,),), 0))
+    outer = OuterState([model], link, lr=1.0, momentum=0.0, num_fragments=4)
+    assert [len(fragment.tensors) for fragment in outer.fragments] == [1, 0, 1, 1]
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    outer.show()
+    assert not torch.equal(model[0].weight, torch.full((1, 64), 3.0))
+    outer.hide()
+    outer.synchronise(5.0)
+    assert torch.equal(model[0].weight, torch.full((1, 64), 3.0))

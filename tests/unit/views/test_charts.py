@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from functools import partial
 
-from benchmarks.chart import CHART, stored
+from benchmarks.chart import CHART, CURVES, CURVES_CHART, draw_curves, stored
 
 from evenload.views.svg import bar_panel, chart, line_panel
 
@@ -32,6 +33,20 @@ def test_the_figure_is_drawn_from_the_stored_result() -> None:
 
 def test_no_text_leaves_the_figure() -> None:
     assert outside(CHART.read_text()) == []
+
+
+def test_curves_of_the_arms_that_use_both_devices() -> None:
+    arms = {
+        name: {"curve": [[0.0, 2.3], [5.0, 1.1]]}
+        for name in ("fast alone", "async", "ddp", "ddp, equal shares", "local")
+    }
+    found = {"result": {"arms": arms}, "hardware": {"cpu": "x"}, "date": "2026-11-20T14", "commit": "2172f47fb562"}
+    drawn = draw_curves(found)
+    assert drawn.count("<polyline") == 4 and "alone" not in drawn and outside(drawn) == []
+    if CURVES.exists():
+        assert CURVES_CHART.read_text() == draw_curves(json.loads(CURVES.read_text())), (
+            "run `python -m benchmarks.chart`"
+        )
 
 
 def test_a_long_caption_is_wrapped() -> None:

@@ -52,14 +52,18 @@ def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
         raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error
 
 
+def is_running() -> bool:
+    """Return whether RPC has been started in this process, by a script or by strategy ``async``."""
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    return rpc is not None and rpc._is_current_rpc_agent_set()
+
+
 def end_rpc(*, well: bool) -> None:
     """End RPC if the script has not: on all ranks together if the run ended `well`, otherwise without waiting for others."""
-    if "torch.distributed.rpc" not in sys.modules:
+    if not is_running():
         return
     from torch.distributed import rpc
 
-    if not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
-        return
     with contextlib.suppress(RuntimeError):  # a rank is gone
         rpc.shutdown(graceful=well, timeout=_END_S)
 

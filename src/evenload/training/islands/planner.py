@@ -91,6 +91,11 @@ class IslandPlanner(Planner, RoundPlanner):
         self.parts.set(shares)
         self.resize(self.own_size, None)
 
+    def check_last_batch(self, num_samples: int) -> None:
+        """Raise DataError before training, not at the end of an epoch, if the last batch is too short; 0: there is none."""
+        if num_samples:
+            self._pieces(num_samples)
+
     # -- plans ----------------------------------------------------------------------------------------------------------
 
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from evenload.balance.wire_bytes import sent_bytes
 from evenload.errors import ConfigError
@@ -253,6 +254,10 @@ class IslandSynchroniser(StepListener):
                 ". The loss shown is that of island 0's part of each batch; evaluation, exports and checkpoints have the weights "
                 "of the newest synchronisation"
             )
+            if any(isinstance(value, AveragedModel) for value in self._context.registry.values()):
+                text += ". AveragedModel follows the own weights of each island, and a checkpoint holds island 0's"
+        elif average:
+            text += ": nothing is exchanged, and training is that of ddp. Other islands: --nodes, or --islands 0/1"
         return text
 
     def _units(self) -> float:

@@ -53,6 +53,7 @@ from evenload.training.launch.membership_messages import (
 )
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
+from evenload.training.launch.server_process import may_lose
 from evenload.training.launch.stalls import StallMonitor
 
 if TYPE_CHECKING:
@@ -234,6 +235,10 @@ class RunMembers:
         """Go on without machines and their ranks, or end the run; `new_coordinator_s`: when the last one was lost."""
         names = [name for one in lost for name in self._machines.lose(one.node) if name not in self._gone]
         self._gone.update(names)
+        if may_lose(self._host.folder) and not any(self._workers[name].spec.rank == 0 for name in names):
+            for one in lost:
+                self._print(f"{one.name} is gone: {one.reason}; the run goes on without it")
+            return
         decider = self._decider
         ends = names if decider is None else [name for name in names if name in decider.members]
         why = NOT_BEGUN if decider is None else decider.why_not_without(ends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from evenload.training.launch.remote_workers import RemoteWorker
 
 _MAY_LOSE_FILE = "may_lose_workers"
 """File in the launch folder: the ranks of this machine go on without one that was killed."""
+_GIVEN_UP_FILE = "given_up_workers"
+"""File in the launch folder: ranks that the server has given up because they hang."""
 
 
 def with_server(workers: Sequence[WorkerSpec], settings: Mapping[str, Any]) -> tuple[WorkerSpec, ...]:
@@ -49,6 +51,18 @@ def allow_losses(launch_dir: str) -> None:
         (Path(launch_dir) / _MAY_LOSE_FILE).touch()
 
 
+def give_up(launch_dir: str, rank: int) -> None:
+    """Let the supervisor end a worker that hangs: it might never end by itself."""
+    if launch_dir:
+        with Path(launch_dir, _GIVEN_UP_FILE).open("a") as file:
+            file.write(f"{rank}\n")
+
+
+def may_lose(folder: Path) -> bool:
+    """Return whether the ranks have called `allow_losses`."""
+    return (folder / _MAY_LOSE_FILE).exists()
+
+
 class LostWorkers:
     """Workers that were killed, and without which the run goes on."""
 
@@ -56,6 +70,16 @@ class LostWorkers:
         self._folder = folder
         self._print_line = print_line
         self._ranks: set[int] = set()
+        self._given_up: set[int] = set()
+
+    def end_given_up(self, workers: Iterable[WorkerProcess | RemoteWorker]) -> None:
+        """Kill the workers that the server has given up since the last call."""
+        path = self._folder / _GIVEN_UP_FILE
+        if path.exists() and (new := set(map(int, path.read_text().split())) - self._given_up):
+            self._given_up |= new
+            for worker in workers:
+                if worker.spec.rank in new and worker.poll() is None:
+                    worker.kill()
 
     def takes(self, worker: WorkerProcess | RemoteWorker, failure: FailureReport) -> bool:
         """Return whether the run goes on without this worker: not if it reported an error of the script."""
@@ -63,7 +87,7 @@ class LostWorkers:
         if rank in self._ranks:
             return True
         was_killed = worker.poll() is not None and failure.kind.startswith("killed by ")
-        if rank == 0 or not was_killed or not (self._folder / _MAY_LOSE_FILE).exists():
+        if rank == 0 or not was_killed or not may_lose(self._folder):
             return False
         self._ranks.add(rank)
         self._print_line(f"evenload: {failure.text(worker.spec.device)}\nevenload: the run goes on without rank {rank}")

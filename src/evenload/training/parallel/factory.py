@@ -47,7 +47,7 @@ class StrategyParts:
     """Of strategy ``async``: the most updates that a gradient may be behind."""
     compensates: bool = False
     """Of strategy ``async``: delay compensation."""
-    report_lost: Callable[[int, str, Sequence[int]], None] = lambda *_: None
+    report_lost: Callable[[int, str, Sequence[int], bool], None] = lambda *_: None
     """Of strategy ``async``: called with a worker that is gone, the reason, and the parts that others take."""
 
 

@@ -68,6 +68,7 @@ class OuterState:
         self._link, self._wire = link, wire
         self._lr, self._momentum = lr, momentum
         self.fragments = cut(models, num_fragments)
+        self._last = max((index for index, one in enumerate(self.fragments) if one.tensors), default=0)
         frozen = (item for model in models for item in model.named_parameters() if not item[1].requires_grad)
         self._frozen = [(name, param, param._version) for name, param in frozen]
         self._own: list[list[torch.Tensor]] = []
@@ -138,7 +139,7 @@ class OuterState:
             for place, delta in zip(places, values, strict=True):
                 self._step(fragment, place, delta.view_as(fragment.start[place]))
         fragment.sent = []
-        if sums and self._wire is not None and self.difference is None and index == len(self.fragments) - 1:
+        if sums and self._wire is not None and self.difference is None and index == self._last:
             self.difference = self._wire.difference()
 
     def _by_kind(self, fragment: Fragment) -> list[list[int]]:
@@ -177,14 +178,14 @@ class OuterState:
         if not self._own:
             self._own = [[tensor.detach().clone() for tensor in one.tensors] for one in self.fragments]
             for fragment in self.fragments:
-                torch._foreach_copy_([tensor.detach() for tensor in fragment.tensors], fragment.start)
+                _copy(fragment.start, fragment.tensors)
 
     @torch.no_grad()
     def hide(self) -> None:
         """Put this island's own weights back."""
         own, self._own = self._own, []
         for fragment, values in zip(self.fragments, own, strict=False):
-            torch._foreach_copy_([tensor.detach() for tensor in fragment.tensors], values)
+            _copy(values, fragment.tensors)
 
     @property
     def payload(self) -> GradientSize:
@@ -244,6 +245,11 @@ def cut(models: Sequence[nn.Module], num_fragments: int) -> list[Fragment]:
     numbers = [len(part) for part in parts]
     parts[-1] |= averaged
     return [Fragment(list(part), list(part.values()), number) for part, number in zip(parts, numbers, strict=True)]
+
+
+def _copy(values: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    if values:  # a fragment beside a large parameter may hold none
+        torch._foreach_copy_([tensor.detach() for tensor in tensors], values)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

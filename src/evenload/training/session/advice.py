@@ -64,7 +64,7 @@ class LinkAdvice(StepListener):
         context = self._context
         if (meter := context.link) is None or (link := meter.link) is None or len(self._computed_s) == _NUM_STEPS:
             return
-        if not step.stats.is_usual:
+        if not step.stats.is_usual or context.control.apart:  # under async each rank is alone in a step
             return
         if (timed := step.stats.timed) is None:
             return
@@ -77,14 +77,14 @@ class LinkAdvice(StepListener):
         # An island knows its own ranks' times.
         whole = [] if context.islands is not None else list(zip(timed.own_seconds(), plan.shares, strict=False))
         far = {rank for host in context.groups.generation.hosts if 0 not in host for rank in host}
+        size, senders = gradient_size(self._models), meter.num_senders
         work = Work(
             statistics.median(self._computed_s[1:]),
             plan.num_micro,
-            codec_seconds(context.device),
+            codec_seconds(context.device, size),
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),
         )
-        size, senders = gradient_size(self._models), meter.num_senders
         options = options_of(size, link, senders, work, context.config.sync_every)
         best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
         took_s = statistics.median(self._took_s[1:])

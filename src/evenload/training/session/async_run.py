@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from evenload.config import Config
 from evenload.errors import ConfigError
 from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.server_process import give_up
 from evenload.training.parallel.strategy import Strategy
 
 STRATEGY = "async"
@@ -72,6 +73,11 @@ def describe(config: Config, spec: WorkerSpec) -> str:
         f"strategy async: rank 0 holds the parameters, {spec.world_size - 1} workers compute whole global batches; no gradient "
         f"is applied that is more than {config.staleness} updates behind. The result depends on the order of arrivals"
     )
+    if (idle := spec.world_size - 1 - (config.staleness + 1)) > 0:
+        text += (
+            f". {idle} of the workers wait at any time: with staleness={config.staleness}, {config.staleness + 1} parts may be "
+            "computed at once; set staleness to the number of workers or more"
+        )
     if not spec.has_server:
         text += (
             ". The device of rank 0 is idle: it only applies gradients. `evenload run --strategy async` on one machine starts a "
@@ -80,10 +86,12 @@ def describe(config: Config, spec: WorkerSpec) -> str:
     return text
 
 
-def lost_reporter(record: Callable[..., None]) -> Callable[[int, str, Sequence[int]], None]:
-    """Return what records that a worker is gone."""
+def lost_reporter(record: Callable[..., None], launch_dir: str) -> Callable[[int, str, Sequence[int], bool], None]:
+    """Return what records that a worker is gone; one that hangs is ended by its launcher."""
 
-    def report(worker: int, reason: str, parts: Sequence[int]) -> None:
+    def report(worker: int, reason: str, parts: Sequence[int], hangs: bool) -> None:
+        if hangs:
+            give_up(launch_dir, worker)
         which = ", ".join(map(str, parts))
         takes = f"; another worker takes part {which}" if parts else ""
         record("lost", f"rank {worker} is gone ({reason}){takes}", rank=worker, parts=list(parts))

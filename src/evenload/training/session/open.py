@@ -173,7 +173,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         link,
         staleness=config.staleness,
         compensates=config.staleness_lr == "compensate",
-        report_lost=async_run.lost_reporter(recorder.event),
+        report_lost=async_run.lost_reporter(recorder.event, spec.launch_dir),
     )
     if async_run.is_asynchronous(config, spec):
         allow_losses(spec.launch_dir)

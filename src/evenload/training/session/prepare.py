@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict
 from typing import Any
 
@@ -242,7 +242,7 @@ def _island_planner(
             "local_steps='auto' with an iterable dataset: islands would have to read ahead by a whole round; use "
             "local_steps='equal', or a map-style dataset"
         )
-    return IslandPlanner(
+    planner = IslandPlanner(
         context.engine.control,
         context.islands,
         world=context.control,
@@ -256,6 +256,9 @@ def _island_planner(
         announce=announce,
         is_guess=is_guess,
     )
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, Sized) and not (loader.drop_last or is_guess):
+        planner.check_last_batch(len(loader.sampler) % batch_size)
+    return planner
 
 
 def refuse(value: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,8 +20,8 @@ from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.checkpoint.options import SavedValues
+from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
-from evenload.training.comm.rpc import end_rpc
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
@@ -58,6 +59,7 @@ class Session(StepListener):
         self._stopper = Stopper(context, saver)
         if isinstance(context.engine.strategy, AsyncStrategy):
             context.engine.strategy.set_on_wait(self._stopper.poll)
+            context.engine.strategy.averages = self._averages
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
@@ -104,10 +106,18 @@ class Session(StepListener):
             register_optimizer_step_post_hook(self._after_optimizer),
         )
 
+    def _averages(self) -> list[torch.Tensor]:
+        """Return the tensors of registered models that are not prepared."""
+        known = set(map(id, self._models))
+        found = [v for v in self._context.registry.values() if isinstance(v, nn.Module) and id(v) not in known]
+        return [tensor for model in found for tensor in (*model.parameters(), *model.buffers())]
+
     def _why_not_restored(self) -> str:
         """Return why this rank could not take the place of another, or another its; empty if it could."""
         if self._context.islands is not None:
             return "with strategy='local' the state of an island is not another's"
+        if rpc.is_running():
+            return "torch's RPC is running, which takes no rank anew: one that joins would only reach itself"
         return why_not_restored(self._context, self._models, self._saver.unregistered)
 
     def prepare(self, value: Any) -> Any:
@@ -248,7 +258,7 @@ class Session(StepListener):
             context.engine.strategy.detach()
             if self._islands is not None:
                 self._islands.close()
-            end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
+            rpc.end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
             for model in self._models:
                 batchnorm.restore(model)
             try:

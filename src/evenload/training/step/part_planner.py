@@ -156,6 +156,7 @@ class PartPlanner(Planner):
         strategy.leave()
         self._control.apart = False
         self._leave_out(alive)
+        strategy.send_averages()
         speeds = [int(speed / _SPEED_UNIT) for speed in self.speeds()]
         values = self.agree([steps_done, *speeds, *loader.follow_values()] if groups.rank == 0 else None)
         self._samples_of = [value * _SPEED_UNIT for value in values[1 : 1 + self.world_size]]

@@ -233,7 +233,7 @@ class TotalsReader:
             self._skipped[index] = self._skipped.get(index, 0) + 1
         in_a_row = self._skipped.get(index, 0)
         scale = f"; the loss scale is now {precision.scale:g}" if precision.scaled else ""
-        self._recorder.event("skipped", f"step {step} is skipped on all ranks: {what} is not finite{scale}", step=step)
+        self._recorder.event("skipped", f"step {step} is skipped: {what} is not finite{scale}", step=step)
         if in_a_row >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"{what} was NaN or infinite in {in_a_row} steps in a row, the last at step {step}; look "

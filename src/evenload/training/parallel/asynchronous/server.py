@@ -24,6 +24,8 @@ from evenload.training.parallel.asynchronous.messages import Handout, PartGradie
 
 _POLL_S = 0.2
 """Time between two looks at requests to stop and at workers that hang."""
+_LEAST_HANG_S, _HANG_PARTS = 60.0, 20
+"""A worker hangs if it computes a part for so long, and so many times as long as the one before; or for `timeout_s`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class _Leave:
     worker: int
     reason: str
     is_dead: bool
+    hangs: bool = False
+    """It neither computes nor ends, as far as the server knows."""
 
 
 class PartServer:
@@ -65,9 +69,9 @@ class PartServer:
         *,
         staleness: int,
         timeout_s: float,
-        report_lost: Callable[[int, str, Sequence[int]], None],
+        report_lost: Callable[[int, str, Sequence[int], bool], None],
     ) -> None:
-        """`report_lost(worker, reason, parts)`: a worker is gone, and others take these parts."""
+        """`report_lost(worker, reason, parts, hangs)`: a worker is gone, or hangs, and others take these parts."""
         self.alive = list(workers)
         self.staleness = staleness
         self.max_staleness = 0
@@ -147,7 +151,7 @@ class PartServer:
         while missing := waits_for - self._waiting.keys():
             if time.monotonic() - began_s > self._timeout_s:
                 reason = f"it did not come to the end of its loop within {self._timeout_s:g} s (timeout_s)"
-                self._lose(_Leave(min(missing), reason, is_dead=True))
+                self._lose(_Leave(min(missing), reason, is_dead=True, hangs=True))
             with self._changed:
                 if not self._inbox:
                     self._changed.wait(_POLL_S)
@@ -190,7 +194,7 @@ class PartServer:
             return
         self.alive.remove(worker)
         self._waiting.pop(worker, None)
-        self._report_lost(worker, message.reason, parts)
+        self._report_lost(worker, message.reason, parts, message.hangs)
         if not self.alive:
             self.on_wait()  # all may have stopped on request
             raise PeerLostError(f"no worker is left; the last one, rank {worker}, is gone: {message.reason}")
@@ -244,9 +248,11 @@ class PartServer:
     def _give_up_hanging(self) -> None:
         now_s = time.monotonic()
         for job in self.ledger.computing():
-            if now_s - self._given_s[job.number] > self._timeout_s:
-                reason = f"it has computed part {job.part} for more than {self._timeout_s:g} s (timeout_s)"
-                self._lose(_Leave(job.worker, reason, is_dead=True))
+            usual_s = self._part_s.get(job.worker, self._timeout_s)
+            limit_s = min(self._timeout_s, max(_LEAST_HANG_S, _HANG_PARTS * usual_s))
+            if now_s - self._given_s[job.number] > limit_s:
+                reason = f"it has computed part {job.part} for more than {limit_s:g} s"
+                self._lose(_Leave(job.worker, reason, is_dead=True, hangs=True))
 
 
 _server: PartServer | None = None

@@ -29,7 +29,7 @@ from evenload.training.parallel.asynchronous.ledger import PartJob
 from evenload.training.parallel.asynchronous.messages import PartGradient, join, split
 from evenload.training.parallel.asynchronous.server import PartArrival, PartServer
 from evenload.training.parallel.asynchronous.worker import PartWorker, end_watch, watch_worker
-from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.ddp import ReplicaStrategy, broadcast
 from evenload.training.parallel.strategy import BackwardCall, GlobalTotals, LocalResult, StepResult
 
 _TWICE = (
@@ -80,6 +80,8 @@ class AsyncStrategy:
         """Of the gradient that was applied last."""
         self.in_loop = False
         """True while each rank is a world of one: in a loop over a loader."""
+        self.averages: Callable[[], list[torch.Tensor]] = list
+        """Returns the tensors of registered models that are not prepared: only the server makes every update of them."""
         if server is not None:
             server.read_state = self.read_state
 
@@ -105,6 +107,10 @@ class AsyncStrategy:
             self.server.on_wait = poll
         if self.worker is not None:
             self.worker.on_wait = poll
+
+    def send_averages(self) -> None:
+        """Give all ranks the server's values of `averages`; all call it between two loops."""
+        broadcast(self.averages(), self._groups)
 
     def enter(self) -> None:
         """Begin a loop: from now on every rank is a world of one."""
@@ -261,7 +267,7 @@ def open_async(
     *,
     staleness: int,
     compensates: bool,
-    report_lost: Callable[[int, str, Sequence[int]], None],
+    report_lost: Callable[[int, str, Sequence[int], bool], None],
 ) -> AsyncStrategy:
     """Start RPC on all ranks, and return this rank's side."""
     rank, timeout_s = groups.rank, groups.timeout_s

@@ -6,13 +6,14 @@ import time
 
 import torch
 
+from evenload.balance.wire_bytes import GradientSize
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.wire.bf16 import BFloat16
 from evenload.training.parallel.wire.bucket_sum import WireFormat
 from evenload.training.parallel.wire.codec import Codec, message_bytes, pack, unpack
 from evenload.training.parallel.wire.fp16 import Float16
 from evenload.training.parallel.wire.int8 import Int8
-from evenload.training.parallel.wire.powersgd import PowerSGD
+from evenload.training.parallel.wire.powersgd import PowerSGD, powersgd_seconds
 from evenload.training.parallel.wire.quantised_sum import QuantisedSum
 
 _NUM_TIMED = 1 << 18
@@ -26,9 +27,12 @@ def open_format(name: str, seed: int) -> WireFormat | None:
     return next((QuantisedSum(codec) for codec in CODECS if codec.name == name), None)
 
 
-def codec_seconds(device: torch.device) -> dict[str, float]:
-    """Return the seconds that a format needs for a value: to encode it, and to decode it from two ranks. Takes about 20 ms."""
-    found: dict[str, float] = {}
+def codec_seconds(device: torch.device, size: GradientSize) -> dict[str, float]:
+    """Return the seconds that a format needs for a value of gradients of a size: to encode it, and to decode it from two ranks.
+
+    Takes about 20 ms, and twice what PowerSGD computes in a step for different shapes.
+    """
+    found = {PowerSGD.name: powersgd_seconds(size.matrices, device) / max(1, size.num_values)}
     values = torch.randn(_NUM_TIMED, device=device)
     part, norm = torch.empty_like(values), torch.zeros(1, device=device)[0]
     for codec in CODECS:

@@ -12,7 +12,9 @@ Note [Equal in each bit]
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +68,25 @@ class PowerSGD:
             return known.to(like)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {one.name}".encode()))
         return torch.randn(one.num_columns, POWERSGD_RANK, generator=generator, dtype=torch.float64).to(like)
+
+
+def powersgd_seconds(matrices: Sequence[tuple[int, int]], device: torch.device) -> float:
+    """Return the seconds that a rank computes for one sum of matrices of these shapes; each shape is timed twice."""
+    total_s = 0.0
+    for (num_rows, num_columns), count in Counter(one for one in matrices if is_compressed(*one)).items():
+        matrix = torch.ones(num_rows, num_columns, device=device)
+        start = torch.ones(num_columns, POWERSGD_RANK, device=device)
+        for _ in range(2):
+            began_s = time.perf_counter()
+            basis = orthonormal(matrix @ start)
+            factor = matrix.T @ basis
+            torch.addmm(matrix, basis, factor.T, alpha=-1)
+            _multiply(basis, factor, out=matrix)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - began_s
+        total_s += count * seconds
+    return total_s
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
