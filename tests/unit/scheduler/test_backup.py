@@ -131,3 +131,9 @@ def test_a_daemon_that_is_killed_every_half_hour_backs_up_every_hour(
             backups.close()
         made.append(len(backup.backups(tmp_path)) and backup.backups(tmp_path)[0].stat().st_mtime)
     assert made[2] > 0 and len(set(made[2:])) >= 3
+
+
+def test_a_queue_that_this_user_cannot_write_is_named(tmp_path: Path) -> None:
+    (tmp_path / "queue").write_text("no folder")
+    with pytest.raises(QueueError, match="can't be written by this user"):
+        backup.repair(tmp_path / "queue")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
+from evenload.scheduler.daemon import daemon as daemon_module
 from evenload.scheduler.daemon.devices import HOST, LocalDevice, variables_for
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
@@ -189,3 +191,24 @@ def test_addresses_of_listening_sockets_are_read() -> None:
     words = [int.from_bytes(part, sys.byteorder) for part in (b"\x7f\0\0\1", b"\0\0\0\0", b"\0\0\0\1")]
     assert _readable(f"{words[0]:08X}") == "127.0.0.1"
     assert _readable(f"{words[1]:08X}" * 3 + f"{words[2]:08X}") == "::1"
+
+
+def test_a_decision_that_fails_does_not_end_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a policy whose numbers overflow: the queue answers, so that the setting can be set back."""
+    daemon = object.__new__(daemon_module.Daemon)
+    written: list[str] = []
+    monkeypatch.setattr(daemon, "_state", SimpleNamespace(problems={}), raising=False)
+    monkeypatch.setattr(daemon, "_log", SimpleNamespace(write=written.append), raising=False)
+
+    def overflow(*_: object) -> tuple[()]:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(daemon_module, "decide", overflow)
+    snapshot = QueueState().snapshot()
+    assert [daemon._commands(snapshot, 0.0) for _ in range(3)] == [()] * 3
+    assert len(written) == 1 and "Traceback" in written[0]
+    assert daemon._state.problems == {
+        "decide": "nothing is decided (OverflowError: too large); the daemon's log has more"
+    }
+    monkeypatch.setattr(daemon_module, "decide", lambda *_: ())
+    assert daemon._commands(snapshot, 0.0) == () and not daemon._state.problems

@@ -18,6 +18,7 @@ from evenload.scheduler import messages, paths, presence, validation
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.daemon.alive_file import AliveFile
 from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.backups import HourlyBackups
@@ -261,13 +262,26 @@ class Daemon:
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
         now_s = self._state.clock.now_s()
-        for command in decide(snapshot, now_s):
+        for command in self._commands(snapshot, now_s):
             (job, *_) = self._state.record(command)
             if isinstance(command, events.ResizeRequested) and (refusal := self._attempts.resizes.refusal(job)):
                 self._state.record(refusal)
         self._state.has_changed = False
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)
+
+    def _commands(self, snapshot: QueueSnapshot, now_s: float) -> tuple[events.Command, ...]:
+        """Return what the core decides; nothing where it fails: the queue goes on, and its owner can change what it fails at."""
+        try:
+            commands = decide(snapshot, now_s)
+        except Exception as error:
+            problem = f"nothing is decided ({type(error).__name__}: {error}); the daemon's log has more"
+            if self._state.problems.get("decide") != problem:
+                self._log.write(f"{problem}: {traceback.format_exc()}")
+            self._state.problems["decide"] = problem
+            return ()
+        self._state.problems.pop("decide", None)
+        return commands
 
     def _act(self, ended: list[EndedAttempt]) -> None:
         """Act on what is on disk now."""
