@@ -22,9 +22,11 @@ from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
-from evenload.scheduler.paths import SETTINGS_FILE, socket_address
+from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
 from evenload.scheduler.runner.__main__ import is_killed
 from evenload.scheduler.runner.files import RunnerResult
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import QueueStore
 
 GIB = 2**30
 
@@ -212,3 +214,16 @@ def test_a_decision_that_fails_does_not_end_the_daemon(monkeypatch: pytest.Monke
     }
     monkeypatch.setattr(daemon_module, "decide", lambda *_: ())
     assert daemon._commands(snapshot, 0.0) == () and not daemon._state.problems
+
+
+def test_a_new_job_has_no_number_of_which_there_is_an_output(tmp_path: Path) -> None:
+    """A repaired queue may have lost the job whose output that is, and its runner may still run."""
+    with QueueStore(tmp_path, holder="test") as store:
+        store.record(events.Submitted(0.0, "7", JobSpec("ann")), extra={"command": ["true"]})
+        store.commit()
+    (tmp_path / LOGS).mkdir()
+    with Reader(tmp_path) as reader:
+        assert daemon_module._next_number(reader, tmp_path) == reader.jobs()[0].number + 1
+        for name in ("41.log", "other.log"):
+            (tmp_path / LOGS / name).touch()
+        assert daemon_module._next_number(reader, tmp_path) == 42

@@ -69,7 +69,7 @@ class Daemon:
             runners=Runners(folder, self._wake.set, clock),
             settings=settings,
             devices={},
-            next_number=_next_number(reader),
+            next_number=_next_number(reader, folder),
             clock=clock,
             alive_s=alive_s,
         )
@@ -204,7 +204,7 @@ class Daemon:
         self._attempts.roll_back()
         self._handlers.to_kill.clear()
         self._has_anchor = False
-        self._state.next_number = _next_number(self._state.reader)
+        self._state.next_number = _next_number(self._state.reader, self._state.folder)
         self._must_reload = True
 
     def _handle(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | DelayedReply | None:
@@ -378,9 +378,11 @@ def _open_store(folder: Path) -> QueueStore:
             time.sleep(0.05)
 
 
-def _next_number(reader: Reader) -> int:
+def _next_number(reader: Reader, folder: Path) -> int:
+    """Return the number of the next job: above those of the queue, and of outputs whose jobs a repaired queue has lost."""
     newest = reader.jobs(newest_first=True, limit=1)
-    return newest[0].number + 1 if newest else 1
+    outputs = [int(path.stem) for path in (folder / paths.LOGS).glob("*.log") if path.stem.isdecimal()]
+    return max([newest[0].number if newest else 0, *outputs]) + 1
 
 
 def run_daemon(folder: Path, log: DaemonLog, ready: Callable[[], None]) -> None:
