@@ -1,11 +1,11 @@
 """Three elastic Evenload jobs and ten plain ones on a real queue for half an hour, against the simulator's prediction.
 
-Method: a queue with four slots of CPU cores and its default settings. Jobs are submitted at random times in the first ten
-minutes. Plain ones sleep for 1 to 8 minutes on one slot. Elastic ones train on 1 to 4 slots for 8 to 16 minutes' worth of one:
+Method: a queue with four slots of CPU cores and its default settings. Jobs are submitted at random times in the first quarter of
+an hour. Plain ones sleep for 1.5 to 12 minutes on one slot. Elastic ones train on 1 to 4 slots, for 12 to 24 minutes on one:
 a sample takes 8 ms (a wait, so that little is computed). The queue knows run times and numbers of steps beforehand. What a
 prediction needs besides is measured before, each in a job of its own: the time in which a job starts, steps a second on 1 and
 on 4 slots, the cost of a change of devices. Then the simulator gets the same submissions, specs and settings: nothing of the
-real run enters the prediction. ``--quick`` takes a thirtieth of all times (two minutes in all); there most of a job is its start.
+real run enters the prediction. ``--quick`` takes a 45th of all times (two minutes in all); there most of a job is its start.
 
 Bars: mean completion time within 15 % of the predicted, and each job's within 15 % or 10 s.
 """
@@ -17,7 +17,7 @@ import random
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,22 @@ def loss_fn(batch):
     time.sleep(0.008 * len(batch[0]))
     return (model(batch[0]) - batch[0]).square().mean()
 
+is_over = False
 for epoch in range(loader.epoch, 100_000):
     for step in loader:
         step.backward(loss_fn)
         optimizer.step()
         optimizer.zero_grad()
-        if step.index + 1 >= last:
+        is_over = step.index + 1 >= last
+        if is_over:
             break
-    if step.index + 1 >= last:
+    if is_over:
         break
 """
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """What a prediction needs of the machine."""
 
     plain_start_s: float
@@ -93,7 +95,7 @@ class _Submission:
     """On one slot."""
     is_elastic: bool
 
-    def spec(self, measured: _Measured) -> dict[str, Any]:
+    def spec(self, measured: Measured) -> dict[str, Any]:
         """Return the fields of its `JobSpec` that are given: those of the real job and of the simulated one."""
         if not self.is_elastic:
             return {"name": self.name, "estimate_s": self.lasts_s, "restart_s": measured.plain_start_s}
@@ -104,7 +106,7 @@ class _Submission:
             "restart_s": measured.start_s,
         }
 
-    def num_steps(self, measured: _Measured) -> int:
+    def num_steps(self, measured: Measured) -> int:
         return max(1, round(self.lasts_s * measured.steps_per_s))
 
 
@@ -114,14 +116,14 @@ def submissions(part: float) -> list[_Submission]:
     found = []
     for number in range(_NUM_PLAIN + _NUM_ELASTIC):
         is_elastic = number >= _NUM_PLAIN
-        least_s, most_s = (480.0, 960.0) if is_elastic else (60.0, 480.0)
+        least_s, most_s = (720.0, 1440.0) if is_elastic else (90.0, 720.0)
         lasts_s = math.exp(draw.uniform(math.log(least_s), math.log(most_s)))
         name = f"{'elastic' if is_elastic else 'plain'}-{number}"
-        found.append(_Submission(part * draw.uniform(0.0, 600.0), name, part * lasts_s, is_elastic))
+        found.append(_Submission(part * draw.uniform(0.0, 900.0), name, part * lasts_s, is_elastic))
     return sorted(found, key=lambda one: one.at_s)
 
 
-def predicted(workload: list[_Submission], measured: _Measured) -> dict[str, float]:
+def predicted(workload: list[_Submission], measured: Measured) -> dict[str, float]:
     """Return the completion times that the simulator predicts."""
     arrivals = []
     for one in workload:
@@ -136,7 +138,7 @@ def predicted(workload: list[_Submission], measured: _Measured) -> dict[str, flo
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    workload = submissions(1 / 30 if quick else 1.0)
+    workload = submissions(1 / 45 if quick else 1.0)
     folder = Path(tempfile.mkdtemp(prefix="evenload-real-"))
     paths.make_private(folder / "queue")
     (folder / "queue" / paths.SETTINGS_FILE).write_text(f"[cpu]\nslots = {_SLOTS}\n")
@@ -163,18 +165,14 @@ def measure(quick: bool) -> dict[str, Any]:
         f"mean completion time within {_WITHIN:.0%} of the predicted": abs(ratio - 1.0) <= _WITHIN,
         f"each job's within {_WITHIN:.0%} or {_WITHIN_S:g} s": not far,
     }
-    return {"measured": vars_of(measured), "jobs": jobs, "ratio": ratio, "far": far, "bars": {} if quick else bars}
-
-
-def vars_of(measured: _Measured) -> dict[str, float]:
-    return {name: getattr(measured, name) for name in measured.__dataclass_fields__}
+    return {"measured": asdict(measured), "jobs": jobs, "ratio": ratio, "far": far, "bars": {} if quick else bars}
 
 
 def _is_near(real_s: float, predicted_s: float) -> bool:
     return abs(real_s - predicted_s) <= max(_WITHIN_S, _WITHIN * predicted_s)
 
 
-def _measure(client: Client, folder: Path) -> _Measured:
+def _measure(client: Client, folder: Path) -> Measured:
     queue = folder / "queue"
     plain = submit(client, folder, job_path(), ["sleep", "1"], {})
     _wait_for_end(client, queue, plain)
@@ -189,7 +187,7 @@ def _measure(client: Client, folder: Path) -> _Measured:
     client.call("cancel", jobs=[elastic])
     _wait_for_end(client, queue, elastic)
     scaling = math.log(fast / rate) / math.log(_SLOTS)
-    return _Measured(_completion_s(client, plain) - 1.0, one_s, resize_s, rate, scaling)
+    return Measured(_completion_s(client, plain) - 1.0, one_s, resize_s, rate, scaling)
 
 
 def _trained(client: Client, folder: Path, num_slots: int, num_steps: int) -> tuple[float, float]:
@@ -203,7 +201,7 @@ def _trained(client: Client, folder: Path, num_slots: int, num_steps: int) -> tu
     return ended_s[0] - 1.0 / rate - client.call("job", job=job)["job"]["submitted_s"], rate
 
 
-def _run(client: Client, folder: Path, workload: list[_Submission], measured: _Measured) -> dict[str, float]:
+def _run(client: Client, folder: Path, workload: list[_Submission], measured: Measured) -> dict[str, float]:
     """Submit the workload in its time; return the completion times once all have ended."""
     began_s, ids = time.monotonic(), {}
     for one in workload:
@@ -219,12 +217,18 @@ def _run(client: Client, folder: Path, workload: list[_Submission], measured: _M
 
 
 def _submit_training(client: Client, folder: Path, num_steps: int, spec: dict[str, Any], name: str) -> str:
-    command = ["evenload", "run", "train.py", str(num_steps), name]
+    num_fixed = 0 if "total" in spec else spec["needs"]["min_devices"]
+    devices = ["-d", f"cpu:{num_fixed}"] if num_fixed > 1 else []  # an elastic job has a rank on each slot without it
+    command = ["evenload", "run", *devices, "train.py", str(num_steps), name]
     return submit(client, folder, job_path(), command, spec)
 
 
 def _wait_for_end(client: Client, queue: Path, job: str) -> None:
-    wait(lambda: client.call("job", job=job)["job"]["state"] in ("SUCCEEDED", "CANCELLED"), queue, job, 3600.0)
+    wait(
+        lambda: client.call("job", job=job)["job"]["state"] in ("SUCCEEDED", "CANCELLED", "FAILED"), queue, job, 3600.0
+    )
+    if client.call("job", job=job)["job"]["state"] == "FAILED":
+        raise RuntimeError(paths.log_path(queue, job).read_text()[-3000:])
 
 
 def _completion_s(client: Client, job: str) -> float:

@@ -162,7 +162,7 @@ class Ledger:
                 ended_s = min(ended_s, max(before.began_s, told_s))
             self._put(replace(before, ended_s=ended_s, ending=kind, reason=reason), changes)
             before = None
-        if before is not None and isinstance(event, events.JobStarted):  # the queue's own part of the start isn't billed
+        if before is not None and isinstance(event, events.JobStarted):  # what the queue needed until now isn't billed
             self._put(replace(before, began_s=self.queue_state.time_s), changes)
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)
