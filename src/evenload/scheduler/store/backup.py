@@ -89,7 +89,10 @@ def repair(folder: Path) -> Repair:
     Raises:
         QueueError: a daemon runs, or neither the file nor a backup holds any events.
     """
-    lock = WriterLock(folder / LOCK, "evenload queue repair")
+    try:
+        lock = WriterLock(folder / LOCK, "evenload queue repair")
+    except OSError as error:
+        raise QueueError(f"the queue {folder} can't be written by this user: {error}") from error
     try:
         if not (problems := _problems(folder)):
             return Repair(())

@@ -20,10 +20,7 @@ class WriterLock:
 
     def __init__(self, path: Path, holder: str) -> None:
         """Take the lock; `QueueError`, which names the holder, if another process has it."""
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise QueueError(f"the queue {path.parent} can't be written by this user: {error}") from error
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
