@@ -66,12 +66,12 @@ class Notes:
 
 
 def train_evenload(folder: Path, batch_size: int) -> None:
-    import evenload
+    from evenload import init  # imports everything that a run needs
 
     torch.set_num_threads(1)
     notes = Notes(folder)
     notes.add("ready")
-    run = evenload.init(project_dir=str(folder / "run"), seed=0, log_every_s=1000)
+    run = init(project_dir=str(folder / "run"), seed=0, log_every_s=1000)
     model, loader = run.prepare(Net(), DataLoader(make_data(batch_size), batch_size=batch_size, shuffle=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run.resume(model=model, optimizer=optimizer)
@@ -85,6 +85,7 @@ def train_evenload(folder: Path, batch_size: int) -> None:
 
 
 def train_ddp(folder: Path, batch_size: int, save_every: int) -> None:
+    import torch._dynamo  # the first optimizer imports it
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -142,6 +143,7 @@ def run_torchft(folder: Path, batch_size: int) -> None:
 
 
 def train_torchft(folder: Path, batch_size: int, index: int) -> None:
+    import torch._dynamo  # the first optimizer imports it
     import torch.distributed as dist
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 

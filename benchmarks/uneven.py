@@ -30,7 +30,7 @@ from evenload.records.reader import read_events
 RATIOS = (0.5, 0.25)
 _NUM_RUNS = {"bert": 5, "cnn": 1}
 _STEPS_BEFORE = {"bert": 40, "cnn": 400}
-_BLOCK_S, _NUM_ROUNDS = {"bert": 1.2, "cnn": 0.8}, 3
+_BLOCK_S, _NUM_ROUNDS = {"bert": 4.0, "cnn": 0.8}, 3
 _SWEEP = {
     ("bert", 0.5): (43, 44, 45),
     ("bert", 0.25): (52, 53, 54),
