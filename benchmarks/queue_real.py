@@ -153,6 +153,8 @@ def measure(quick: bool) -> dict[str, Any]:
         with connect(folder / "queue", start=False) as client:
             if left := [job["id"] for job in client.call("list")["jobs"]]:
                 client.call("cancel", jobs=left, now=True)
+                for job in left:
+                    _wait_for_end(client, folder / "queue", job, is_judged=False)
             client.call("stop")
         shutil.rmtree(folder, ignore_errors=True)
     jobs = [
@@ -223,11 +225,11 @@ def _submit_training(client: Client, folder: Path, num_steps: int, spec: dict[st
     return submit(client, folder, job_path(), command, spec)
 
 
-def _wait_for_end(client: Client, queue: Path, job: str) -> None:
+def _wait_for_end(client: Client, queue: Path, job: str, *, is_judged: bool = True) -> None:
     wait(
         lambda: client.call("job", job=job)["job"]["state"] in ("SUCCEEDED", "CANCELLED", "FAILED"), queue, job, 3600.0
     )
-    if client.call("job", job=job)["job"]["state"] == "FAILED":
+    if is_judged and client.call("job", job=job)["job"]["state"] == "FAILED":
         raise RuntimeError(paths.log_path(queue, job).read_text()[-3000:])
 
 

@@ -23,7 +23,7 @@ from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
-from evenload.scheduler.runner.__main__ import is_killed
+from evenload.scheduler.runner.__main__ import _write_result, is_killed
 from evenload.scheduler.runner.files import RunnerResult
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
@@ -227,3 +227,9 @@ def test_a_new_job_has_no_number_of_which_there_is_an_output(tmp_path: Path) -> 
         for name in ("41.log", "other.log"):
             (tmp_path / LOGS / name).touch()
         assert daemon_module._next_number(reader, tmp_path) == 42
+
+
+@pytest.mark.timeout(20)
+def test_a_runner_whose_queue_was_removed_ends(tmp_path: Path) -> None:
+    """It waits for room on a full disk, but not for a folder that is gone."""
+    _write_result(tmp_path / "gone", RunnerResult(1, 0))
