@@ -252,19 +252,21 @@ class QueueMachine(RuleBasedStateMachine):
     def replay(self) -> None:
         """The log, written and read again, folds to the same state."""
         rows = json.loads(json.dumps([as_row(event) for event in self.log]))
-        again = QueueState(from_row(row) for row in rows)
+        again = QueueState()
+        for row in rows:
+            again.apply(from_row(row))
         assert again.snapshot() == self.queue_state.snapshot()
         assert (again.outcomes, again.holder) == (self.queue_state.outcomes, self.queue_state.holder)
-        queue_state, stored = self.queue_state, QueueState()
-        stored.restore(
+        queue_state = self.queue_state
+        stored = QueueState(
             time_s=queue_state.time_s,
             settings=queue_state.settings,
-            devices=queue_state.devices.values(),
-            closed=queue_state.closed,
-            users=queue_state.users.values(),
-            reservations=queue_state.reservations.values(),
-            jobs=queue_state.jobs.values(),
-            outcomes=queue_state.outcomes,
+            devices=dict(queue_state.devices),
+            closed=dict(queue_state.closed),
+            users=dict(queue_state.users),
+            reservations=dict(queue_state.reservations),
+            jobs=dict(queue_state.jobs),
+            outcomes=dict(queue_state.outcomes),
         )
         assert (stored.snapshot(), stored.holder, stored.time_s) == (
             queue_state.snapshot(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from evenload.scheduler.core.layout import Layout
 from evenload.scheduler.core.placement import FreeDevices, PoolChoice
@@ -34,7 +34,7 @@ class Availability:
 
     @property
     def is_empty(self) -> bool:
-        return self.now.num_free == 0 and (not self._coming if self._soon is None else self._soon.num_free == 0)
+        return self.now.num_free == 0 and not self.is_anything_coming
 
     def take_now(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
         devices = self.now.place(choice, num)
@@ -49,21 +49,19 @@ class Availability:
             self.now.take(devices)
         return devices
 
-    def give_back(self, devices: Iterable[int]) -> None:
+    def give_back(self, devices: Sequence[int]) -> None:
         """Make devices free: those just taken, or a job's own, of which it may keep some and exchange others."""
-        devices = tuple(devices)
         self.now.give(devices)
         if self._soon is not None:
             self._soon.give(devices)
 
-    def take_back(self, devices: Iterable[int]) -> None:
+    def take_back(self, devices: Sequence[int]) -> None:
         """Undo `give_back` for devices that stay with the job."""
-        devices = tuple(devices)
         self.now.take(devices)
         if self._soon is not None:
             self._soon.take(devices)
 
-    def comes_free(self, devices: Iterable[int]) -> None:
+    def comes_free(self, devices: Sequence[int]) -> None:
         if self._soon is None:
             self._coming += devices
         else:

@@ -69,7 +69,8 @@ def backfill_window(
 ) -> BackfillWindow:
     """Find when and where `job`, the first in line, can start.
 
-    `releases` include the devices that are free now, before others, and may omit devices that never come back.
+    `releases` include the devices that are free now, before others, and may omit devices that never come back. Those of one
+    time count in the order given, which is that of submission.
     """
     places_of = place_counter(choice, pool_of, host_of)
     counts: Counter[Place] = Counter()

@@ -8,6 +8,7 @@ devices are its own or free, and devices that are coming free are reserved for i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow
@@ -25,29 +26,27 @@ _LEAST_SAVED = 2.0
 """A move to faster devices must save so many restarts."""
 
 
+@dataclass
 class JobChanges:
     """The changes of running jobs that a policy wants, turned into commands as far as there are devices."""
 
-    def __init__(
-        self,
-        snapshot: QueueSnapshot,
-        now_s: float,
-        eligibility: Eligibility,
-        availability: Availability,
-        choices: PoolChoices,
-        limits: LimitUse,
-        decision: PolicyDecision,
-    ) -> None:
-        self._snapshot, self._now_s, self._eligibility = snapshot, now_s, eligibility
-        self._availability, self._choices, self._limits, self._decision = availability, choices, limits, decision
-        layout = snapshot.layout
+    _snapshot: QueueSnapshot
+    _now_s: float
+    _eligibility: Eligibility
+    _availability: Availability
+    _choices: PoolChoices
+    _limits: LimitUse
+    _decision: PolicyDecision
+    changed: set[str] = field(default_factory=set)
+    """Jobs that this takes devices from, or gives some to."""
+
+    def __post_init__(self) -> None:
+        layout = self._snapshot.layout
         self._speeds = [layout.pools[pool].speed for pool in layout.pool_of]
-        self._zone_speeds = dict(zip(choices.pool_of, self._speeds, strict=True))
+        self._zone_speeds = dict(zip(self._choices.pool_of, self._speeds, strict=True))
         self._kind_changes: list[Command] = []
         self._resizes: list[Command] = []
         self._moves: list[Command] = []
-        self.changed: set[str] = set()
-        """Jobs that this takes devices from, or gives some to."""
 
     @property
     def commands(self) -> list[Command]:
@@ -120,9 +119,9 @@ class JobChanges:
     def move_to_faster(self, job: Job, window: BackfillWindow | None) -> None:
         """Move a job to as many free devices that no job before it gets, where that saves more than two restarts cost."""
         spec, own, availability = job.spec, self._eligibility.slots[job.id], self._availability
-        fastest = max([self._zone_speeds[zone] for zone in availability.now.free_pools()], default=0.0)
-        if spec.share_device or not spec.preemptible or job.id in self.changed:
+        if not availability.now.num_free or spec.share_device or not spec.preemptible or job.id in self.changed:
             return
+        fastest = max([self._zone_speeds[zone] for zone in availability.now.free_pools()])
         if fastest <= min([self._speeds[slot] for slot in own]):
             return
         choice = self._choices.of(job)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
@@ -28,10 +27,9 @@ from evenload.scheduler.core.eligibility import (
 from evenload.scheduler.core.estimates import end_s, oldest_work
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
-from evenload.scheduler.core.placement import FreeDevices, PoolChoice
+from evenload.scheduler.core.placement import PoolChoice, place_counter
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
-from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
-from evenload.scheduler.core.refusal import most_together
+from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -83,14 +81,14 @@ class _Planning:
         self.eligibility = eligibility = Eligibility(snapshot, now_s)
         self.choices = PoolChoices(snapshot, now_s)
         pool_of, packing = self.choices.pool_of, self.settings.packing
-        self.sharing = Sharing(snapshot, eligibility, now_s, pool_of) if eligibility.shares else None
+        self.sharing = Sharing(snapshot, eligibility, now_s, pool_of)
         self.availability = Availability(snapshot.layout, pool_of, packing, eligibility.free, eligibility.coming)
-        followers = self.sharing.followers if self.sharing is not None else ()
-        self.limits = LimitUse(snapshot.users, (*eligibility.holders, *followers))
+        self.limits = LimitUse(snapshot.users, (*eligibility.holders, *self.sharing.followers))
         self.decision: PolicyDecision
         self.changes: JobChanges
         self.candidates: PreemptionCandidates
         self.window: BackfillWindow | None = None
+        self._most: dict[PoolChoice, int] = {}
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
 
@@ -111,7 +109,7 @@ class _Planning:
         self.changes.shrink(keeping)
         fixed = bound | self.changes.changed
         movable = [j for j in order if j.state is JobState.RUNNING and j.id not in fixed and self.decision.preempts]
-        candidates = [PreemptionCandidate(job, eligibility.usable(job), job.id in young) for job in movable]
+        candidates = [(job, eligibility.usable(job), job.id in young) for job in movable]
         self.candidates = PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
         self._give_out(order)
         if self.decision.sizes is None:
@@ -167,7 +165,7 @@ class _Planning:
 
     def _give_out(self, order: list[Job]) -> None:
         candidates, changes, sizes = self.candidates, self.changes, self.decision.sizes
-        has_speeds = self.snapshot.layout.has_speeds
+        has_speeds, shares = self.snapshot.layout.has_speeds, self.eligibility.shares
         for job in order:
             if reason := self.decision.held.get(job.id):
                 if job.state is not JobState.RUNNING:
@@ -182,13 +180,13 @@ class _Planning:
                     if has_speeds and job.id not in self.decision.kinds:
                         changes.move_to_faster(job, self.window)
                 continue
-            if self.sharing is not None and self._join(job):
+            if job.spec.share_device and self._join(job):
                 continue
             is_all_gone = self.availability.is_empty and candidates.is_empty
             # With shared devices a reservation is needed first: joining jobs may not delay the first in line.
-            if is_all_gone and (self.sharing is None or self.window is not None):
+            if is_all_gone and (not shares or self.window is not None):
                 self.is_anyone_waiting = True
-                if not self.explain and self.sharing is None:
+                if not self.explain and not shares:
                     break
                 self._wait(job, "all devices are taken by jobs that go first")
                 continue
@@ -205,7 +203,7 @@ class _Planning:
 
     def _join(self, job: Job) -> bool:
         """Start a small job on a device that others share (`core.sharing`); False if there is none."""
-        if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
+        if not self._within_limits(job):
             return False
         pools, until_s = self.choices.of(job).pools, self._gone_s(job)
         if not self.sharing.join(job, pools, until_s, self.window, self.candidates, self.changes.changed):
@@ -237,7 +235,7 @@ class _Planning:
                 return True
             self.limits.add(job, num)
             self.starts[job.id] = (job, slots)
-            if self.sharing is not None and job.spec.share_device:
+            if job.spec.share_device:
                 self.sharing.give(job, slots[0])
             return True
         if window is not None and ends_s > window.start_s:
@@ -264,14 +262,15 @@ class _Planning:
         self._wait(job, "is first in line for the next devices")
         if not self.settings.backfill:
             return False
-        num, releases = job.spec.needs.min_devices, self._releases(self.candidates.behind())
+        num, releases = job.spec.needs.min_devices, self._releases()
         self.window = backfill_window(job, choice, num, releases, self.choices.pool_of, self.snapshot.layout.host_of)
         return True
 
-    def _releases(self, behind: set[str]) -> list[Release]:
+    def _releases(self) -> list[Release]:
         """Return when devices come back for the first in line: free ones, those of running jobs, and of those that start now."""
         now_s, min_run_s = self.now_s, self.settings.min_run_s
-        longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
+        behind = self.candidates.behind
+        longer_s = self.sharing.longer_s(behind)
         releases: list[Release] = [(now_s, self.availability.soon.free())]
         for job in self.eligibility.holders:
             time_s = end_s(job, now_s)
@@ -294,16 +293,15 @@ class _Planning:
         return gone_s
 
     def _could_ever(self, job: Job, choice: PoolChoice) -> bool:
+        """Return whether enough of the devices that are not closed could serve it together."""
+        layout, num = self.snapshot.layout, job.spec.needs.min_devices
         if not self.eligibility.closed and not self.snapshot.reservations:
-            return most_together(job.spec.needs, self.snapshot.layout) >= job.spec.needs.min_devices
-        return self._everything.largest(choice) >= job.spec.needs.min_devices
-
-    @cached_property
-    def _everything(self) -> FreeDevices:
-        """All devices that are not closed."""
-        layout = self.snapshot.layout
-        usable = [slot for slot in range(len(layout.devices)) if slot not in self.eligibility.closed]
-        return FreeDevices(layout, usable, self.choices.pool_of, self.settings.packing)
+            return layout.most_together(job.spec.needs) >= num
+        if choice not in self._most:
+            usable = set(range(len(layout.devices))) - self.eligibility.closed
+            counts = place_counter(choice, self.choices.pool_of, layout.host_of)(usable)
+            self._most[choice] = max(counts.values(), default=0)
+        return self._most[choice] >= num
 
     def _within_limits(self, job: Job) -> bool:
         reason = self.limits.reached(job)
@@ -338,9 +336,7 @@ class _Planning:
         commands += self.changes.commands
         for job, slots in self.starts.values():
             commands.append(Placed(now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1))
-        if self.sharing is not None:
-            commands += self.sharing.commands(commands)
-        return commands
+        return [*commands, *self.sharing.commands(commands)]
 
     def _wait(self, job: Job, reason: str) -> None:
         if self.explain:

@@ -135,7 +135,6 @@ class PoolChoices:
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
         self._known: dict[Hashable, PoolChoice] = {}
-        self._by_groups: dict[Hashable, PoolChoice] = {}
         self._only: Mapping[str, tuple[str, ...]] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
@@ -145,10 +144,9 @@ class PoolChoices:
         key: Hashable = id(spec.needs)  # it lives as long as the snapshot, and most are one object
         if self._reservations or job.id in self._only:
             key = (key, self._only.get(job.id), spec.user, spec.preemptible, spec.hard_limit_s)
-        choice = self._known.get(key)
-        if choice is None:
-            choice = self._known[key] = self._work_out(job)
-        return choice
+        if key not in self._known:
+            self._known[key] = self._work_out(job)
+        return self._known[key]
 
     def restrict(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Let some jobs use only one kind of these at a time, the first that has place."""
@@ -160,8 +158,7 @@ class PoolChoices:
             needs = replace(needs, kinds=only, one_kind=True)
         for zone, (pool_index, held) in enumerate(self._zones):
             pool = layout.pools[pool_index]
-            is_fit = (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes
-            if is_fit and all(self._may_use(job, r) for r in held):
+            if pool.suits(needs) and all(self._may_use(job, r) for r in held):
                 groups.setdefault(pool.kind, []).append(zone)
 
         def rank(zone: int) -> tuple[float, float, int]:
@@ -175,10 +172,7 @@ class PoolChoices:
             ordered.sort(key=lambda zones: needs.kinds.index(layout.pools[self._zones[zones[0]][0]].kind))
         else:
             ordered.sort(key=lambda zones: rank(zones[0]))
-        key = (*ordered, needs.one_host, needs.one_kind)
-        if key not in self._by_groups:
-            self._by_groups[key] = PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
-        return self._by_groups[key]
+        return PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
         """Return whether a reservation is for the job's user, or the job has ended or can be preempted before it begins."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from evenload.scheduler.core.values import Device
+from evenload.scheduler.core.values import Device, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,10 @@ class Pool:
     speed: float
     price_per_hour: float
     cheap_price_per_hour: float
+
+    def suits(self, needs: Needs) -> bool:
+        """Return whether each device of it is one that a job of these needs can use."""
+        return (not needs.kinds or self.kind in needs.kinds) and self.memory_bytes >= needs.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,25 @@ class Layout:
     pool_of: tuple[int, ...]
     host_size: int
     """Devices of the largest host; 1 without devices."""
-    makeups: tuple[tuple[tuple[int, int], ...], ...]
-    """Contents of hosts as (pool, number) pairs; equal hosts once."""
     pool_sizes: tuple[int, ...]
+    _most: dict[Needs, int] = field(default_factory=dict, compare=False)
 
     @property
     def has_speeds(self) -> bool:
         """True if some devices are faster than others."""
         return len({pool.speed for pool in self.pools}) > 1
+
+    def most_together(self, needs: Needs) -> int:
+        """Return how many of all devices could serve a job together."""
+        if needs not in self._most:
+            fits = [pool.suits(needs) for pool in self.pools]
+            counts = Counter(
+                (host if needs.one_host else None, self.pools[pool].kind if needs.one_kind else None)
+                for host, pool in zip(self.host_of, self.pool_of, strict=True)
+                if fits[pool]
+            )
+            self._most[needs] = max(counts.values(), default=0)
+        return self._most[needs]
 
 
 def layout_of(devices: Iterable[Device]) -> Layout:
@@ -52,9 +67,6 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         price, cheap = device.price_per_hour, device.cheap_price_per_hour
         key = Pool(device.kind, device.memory_bytes, device.speed, price, price if cheap is None else cheap)
         pool_of.append(pools.setdefault(key, len(pools)))
-    by_host: list[Counter[int]] = [Counter() for _ in hosts]
-    for host, pool in zip(host_of, pool_of, strict=True):
-        by_host[host][pool] += 1
     sizes = Counter(pool_of)
     return Layout(
         devices=devices,
@@ -63,6 +75,5 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         pools=tuple(pools),
         pool_of=tuple(pool_of),
         host_size=max(Counter(host_of).values(), default=1),
-        makeups=tuple({tuple(sorted(counts.items())): None for counts in by_host}),
         pool_sizes=tuple(sizes[pool] for pool in range(len(pools))),
     )

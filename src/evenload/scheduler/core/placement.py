@@ -18,17 +18,14 @@ from dataclasses import dataclass, field
 from evenload.scheduler.core.layout import Layout
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class PoolChoice:
-    """The pools a job may use, as groups of one kind each, the best first.
-
-    One object for all jobs that may use the same (`core.eligibility.PoolChoices`), so it is looked up by identity.
-    """
+    """The pools a job may use, as groups of one kind each, the best first."""
 
     groups: tuple[tuple[int, ...], ...]
     one_host: bool = False
     one_kind: bool = False
-    pools: tuple[int, ...] = field(init=False)
+    pools: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pools", tuple(pool for group in self.groups for pool in group))
@@ -138,8 +135,8 @@ class FreeDevices:
         """Take exactly these; those that aren't free are left out."""
         for device in devices:
             host, pool = self._host_of[device], self._pool_of[device]
-            if host in self._free and device in (of_pool := self._free[host].get(pool, [])):
-                of_pool.remove(device)
+            if device in self._free[host][pool]:
+                self._free[host][pool].remove(device)
                 self._changed(host, pool, -1)
 
     def give(self, devices: Iterable[int]) -> None:
@@ -233,11 +230,8 @@ class FreeDevices:
         for host, num in shares:
             by_pool = self._free[host]
             for pool in pools:
-                devices = by_pool.get(pool)
-                if devices and num:
-                    part = devices[:num]
-                    del devices[: len(part)]
-                    self._changed(host, pool, -len(part))
-                    taken += part
-                    num -= len(part)
+                part = by_pool.get(pool, [])[:num]
+                taken += part
+                num -= len(part)
+        self.take(taken)
         return tuple(taken)

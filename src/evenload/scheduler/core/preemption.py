@@ -6,8 +6,8 @@ often within the hour, and has had its minimum run time or is of a lower class.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from evenload.scheduler.core.availability import Availability
@@ -19,6 +19,8 @@ class PreemptionCandidate(NamedTuple):
     job: Job
     slots: Sequence[int]
     """Indices of its devices that others could use."""
+    pools: frozenset[int]
+    """Those of `slots`."""
     is_young: bool
     """Only a job of a higher class may displace it."""
 
@@ -26,52 +28,36 @@ class PreemptionCandidate(NamedTuple):
 class PreemptionCandidates:
     """The running jobs behind the current position in the order."""
 
-    def __init__(self, in_order: list[PreemptionCandidate], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
-        """Take the candidates, the most deserving first."""
-        self._in_order, self._pool_of, self._host_of = in_order, pool_of, host_of
-        self._index = {candidate.job.id: index for index, candidate in enumerate(in_order)}
-        self._num_passed = 0
-        self._num_left = 0
-        self._left: defaultdict[int | None, Counter[int]] = defaultdict(Counter)
-        """Pool → devices of jobs that may stop: by class where only a higher one may displace them, else under None."""
+    def __init__(
+        self, in_order: Iterable[tuple[Job, Sequence[int], bool]], pool_of: Sequence[int], host_of: Sequence[int]
+    ) -> None:
+        """Take jobs, their devices and whether they are young, the most deserving first."""
+        self._pool_of, self._host_of = pool_of, host_of
+        self.behind = {
+            job.id: PreemptionCandidate(job, slots, frozenset([pool_of[slot] for slot in slots]), is_young)
+            for job, slots, is_young in in_order
+        }
+        """Job → candidate, of those that stay so far, but may still have to stop."""
+        self._num_left = sum([len(candidate.slots) for candidate in self.behind.values()])
         self._failed: dict[tuple[PoolChoice, int], int] = {}
         self.displaced: set[str] = set()
-        for candidate in in_order:
-            self._count(candidate, 1)
-
-    def _count(self, candidate: PreemptionCandidate, sign: int) -> None:
-        left = self._left[candidate.job.spec.priority if candidate.is_young else None]
-        for slot in candidate.slots:
-            left[self._pool_of[slot]] += sign
-        self._num_left += sign * len(candidate.slots)
 
     @property
     def is_empty(self) -> bool:
         return self._num_left == 0
 
-    def behind(self) -> set[str]:
-        """Return the jobs that stay so far, but may still have to stop."""
-        return {candidate.job.id for candidate in self._in_order[self._num_passed :]} - self.displaced
-
-    def is_behind(self, name: str) -> bool:
-        """Return whether a job is one of these."""
-        return self._index.get(name, -1) >= self._num_passed and name not in self.displaced
-
     def pass_by(self, job: Job) -> bool:
         """Advance to this running job: only those behind it may still be displaced. False if it is fixed, or displaced itself."""
-        index = self._index.get(job.id)
-        if index is None or job.id in self.displaced:
-            return False
-        self._num_passed = index + 1
-        self._count(self._in_order[index], -1)
-        return True
+        candidate = self.behind.pop(job.id, None)
+        if candidate is not None:
+            self._num_left -= len(candidate.slots)
+        return candidate is not None
 
     def keep(self, name: str) -> None:
         """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""
-        index = self._index.get(name, -1)
-        if index >= self._num_passed:
-            self._count(self._in_order[index], -1)
-            self._in_order[index] = self._in_order[index]._replace(slots=())
+        if (candidate := self.behind.get(name)) is not None:
+            self._num_left -= len(candidate.slots)
+            self.behind[name] = candidate._replace(slots=(), pools=frozenset())
 
     def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
         """Displace jobs to free `num` devices of `choice`; False, and nothing displaced, if that is impossible."""
@@ -83,8 +69,8 @@ class PreemptionCandidates:
             self._failed[choice, priority] = num
             return False
         for candidate in found:
+            self.pass_by(candidate.job)
             self.displaced.add(candidate.job.id)
-            self._count(candidate, -1)
             availability.comes_free(candidate.slots)
         return True
 
@@ -92,28 +78,21 @@ class PreemptionCandidates:
         self, priority: int, choice: PoolChoice, num: int, availability: Availability
     ) -> list[PreemptionCandidate] | None:
         """Return the least deserving jobs that together with what is free make a place."""
-        adds_of = place_counter(choice, self._pool_of, self._host_of)
-        soon = availability.soon
+        adds_of, pools = place_counter(choice, self._pool_of, self._host_of), frozenset(choice.pools)
         if choice.one_host or (choice.one_kind and len(choice.groups) > 1):
-            counts = Counter(adds_of(soon.free()))
-        else:  # all devices are one place: their number says if there are enough
-            counts = Counter({(None, 0 if choice.one_kind else None): soon.total(choice.pools)})
-            movable = [left for level, left in self._left.items() if level is None or level < priority]
-            if counts.total() + sum(left[pool] for left in movable for pool in choice.pools) < num:
-                return None
+            counts = Counter(adds_of(availability.soon.free()))
+        else:  # all devices are one place
+            counts = Counter({(None, 0 if choice.one_kind else None): availability.soon.total(choice.pools)})
         found: list[tuple[PreemptionCandidate, dict[Place, int]]] = []
-        displaced = self.displaced
-        for index in range(len(self._in_order) - 1, self._num_passed - 1, -1):
-            candidate = self._in_order[index]
-            if candidate.job.id in displaced or (candidate.is_young and candidate.job.spec.priority >= priority):
+        for candidate in reversed(self.behind.values()):
+            if pools.isdisjoint(candidate.pools) or (candidate.is_young and candidate.job.spec.priority >= priority):
                 continue
-            if adds := adds_of(candidate.slots):
-                found.append((candidate, adds))
-                for place, added in adds.items():
-                    counts[place] += added
-                for place in adds:
-                    if counts[place] >= num:
-                        return _needed(found, counts[place] - num, place)
+            adds = adds_of(candidate.slots)
+            found.append((candidate, adds))
+            counts.update(adds)
+            for place in adds:
+                if counts[place] >= num:
+                    return _needed(found, counts[place] - num, place)
         return None
 
 

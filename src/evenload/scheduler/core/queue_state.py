@@ -6,8 +6,8 @@ snapshot, apart from its tuple of jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 from evenload.balance.run_times import NOTHING_SEEN, PastRuns
@@ -20,53 +20,32 @@ from evenload.scheduler.core.states import WITH_DEVICES, JobState, Verb, next_st
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
 
 
+@dataclass(eq=False)
 class QueueState:
-    def __init__(self, past: Iterable[events.QueueEvent] = ()) -> None:
-        self.jobs: dict[str, Job] = {}
-        """All that have not ended, in the order of submission."""
-        self.outcomes: dict[str, JobState] = {}
-        self.devices: dict[str, Device] = {}
-        self.closed: dict[str, str] = {}
-        self.users: dict[str, User] = {}
-        self.reservations: dict[str, Reservation] = {}
-        self.settings = Settings()
+    """Built empty, or from what was stored of one, as if its events had been applied."""
+
+    time_s: float = 0.0
+    """Of the latest event."""
+    settings: Settings = field(default_factory=Settings)
+    devices: dict[str, Device] = field(default_factory=dict)
+    """In the order in which they were added."""
+    closed: dict[str, str] = field(default_factory=dict)
+    users: dict[str, User] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    """All that have not ended, in the order of submission."""
+    outcomes: dict[str, JobState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.holder: dict[str, tuple[str, ...]] = {}
         """Device → jobs that hold it, or will hold it next (RESIZING): one, or several that share it, by their arrival."""
-        self.time_s = 0.0
-        """Of the latest event."""
         self.dependents: dict[str, list[str]] = {}
         """Job → jobs that wait for it to end."""
         self._layout: Layout | None = None
-        self._now_s = 0.0
+        self._now_s = self.time_s
         """Of the event that is being applied."""
         self._changed: dict[str, Job] = {}
         """The jobs that it has changed so far."""
-        for event in past:
-            self.apply(event)
-
-    def restore(
-        self,
-        *,
-        time_s: float,
-        settings: Settings,
-        devices: Iterable[Device],
-        closed: Mapping[str, str],
-        users: Iterable[User],
-        reservations: Iterable[Reservation],
-        jobs: Iterable[Job],
-        outcomes: Mapping[str, JobState],
-    ) -> None:
-        """Take over a stored state, as if its events had been applied.
-
-        Devices are given in the order in which they were added, unended jobs in the order of submission.
-        """
-        self.time_s, self.settings, self._layout = time_s, settings, None
-        self.devices = {device.id: device for device in devices}
-        self.closed, self.outcomes = dict(closed), dict(outcomes)
-        self.users = {user.name: user for user in users}
-        self.reservations = {reservation.id: reservation for reservation in reservations}
-        self.jobs = {job.id: job for job in jobs}
-        self.holder, self.dependents = {}, {}
         for job in self.jobs.values():
             self._occupy(job, (*job.devices, *job.target))
             for name in job.unmet:
@@ -242,12 +221,10 @@ class QueueState:
         self._layout = None
 
     def _on_device_closed(self, event: events.DeviceClosed) -> None:
-        self._known_device(event.device)
-        self.closed[event.device] = event.reason
+        self.closed[self._known_device(event.device)] = event.reason
 
     def _on_device_opened(self, event: events.DeviceOpened) -> None:
-        self._known_device(event.device)
-        self.closed.pop(event.device, None)
+        self.closed.pop(self._known_device(event.device), None)
 
     def _on_device_removed(self, event: events.DeviceRemoved) -> None:
         self._known_device(event.device)
@@ -300,9 +277,10 @@ class QueueState:
     def _user(self, name: str) -> User:
         return self.users.setdefault(name, User(name))
 
-    def _known_device(self, device: str) -> None:
+    def _known_device(self, device: str) -> str:
         if device not in self.devices:
             raise QueueError(f"there is no device {device} in this queue")
+        return device
 
     def _check_devices(self, job: Job, devices: tuple[str, ...], *, may_join: bool = False) -> None:
         """Raise `QueueError` if the job can't get a device: it is closed, or a holder doesn't share it with the job.
@@ -340,16 +318,16 @@ class QueueState:
         self.jobs[job.id] = self._changed[job.id] = job
         return job
 
-    def _put(self, job: Job, **changes: Any) -> Job:
-        """Bring the job's times up to now and change it."""
-        now_s, state = self._now_s, changes.get("state", job.state)
+    def _put(self, job: Job, until_s: float | None = None, **changes: Any) -> Job:
+        """Bring the job's times up to now and change it; its use of devices counts until `until_s`, or now."""
+        used_s, state = self._now_s if until_s is None else until_s, changes.get("state", job.state)
         new = replace(
             job,
-            held_s=job.held_until(now_s),
-            service_device_s=job.service_until(now_s),
-            waited_s=job.waited_until(now_s),
-            accounted_s=now_s,
-            since_s=job.since_s if state is job.state else now_s,
+            held_s=job.held_until(used_s),
+            service_device_s=job.service_until(used_s),
+            waited_s=job.waited_until(self._now_s),
+            accounted_s=self._now_s,
+            since_s=job.since_s if state is job.state else used_s,
             **changes,
         )
         return self._set(new)
@@ -357,7 +335,7 @@ class QueueState:
     def _hold(self, job: Job, devices: tuple[str, ...], **changes: Any) -> Job:
         """Give devices to the job in place of those it has."""
         self._vacate(job, set(job.devices) - set(devices))
-        self._account(job, len(devices) - len(job.devices))
+        self._account(job, len(devices) - len(job.devices), self._now_s)
         needs, starts = job.spec.needs, changes.get("state") is JobState.STARTING
         new = self._put(
             job,
@@ -374,20 +352,11 @@ class QueueState:
     def _release(self, job: Job, state: JobState, reason: str, ended_s: float | None) -> None:
         """Free the job's devices; it used them until `ended_s` (None: until now)."""
         self._vacate(job, {*job.devices, *job.target})
-        self._account(job, -len(job.devices))
-        new = self._put(job, state=state, devices=(), target=(), reason=reason)
-        unused_s = 0.0 if ended_s is None else self._now_s - max(job.attempt_began_s, ended_s)
-        if job.devices and unused_s > 0:
-            user, device_s = self.users[job.spec.user], len(job.devices) * unused_s
-            self.users[user.name] = replace(user, usage_device_s=max(0.0, user.usage_device_s - device_s))
-            self._set(
-                replace(
-                    new,
-                    held_s=max(0.0, new.held_s - unused_s),
-                    service_device_s=max(0.0, new.service_device_s - device_s),
-                    since_s=new.since_s - unused_s,
-                )
-            )
+        until_s = self._now_s
+        if job.devices and ended_s is not None:
+            until_s = min(until_s, max(job.attempt_began_s, ended_s))
+        self._account(job, -len(job.devices), until_s)
+        self._put(job, until_s, state=state, devices=(), target=(), reason=reason)
 
     def _end(self, job: Job, verb: Verb, reason: str, ended_s: float | None = None) -> None:
         state = next_state(job.state, verb)
@@ -399,9 +368,11 @@ class QueueState:
                 unmet, doomed = self._waits_for(name, waiting.spec)
                 self._put(waiting, unmet=unmet, doomed=doomed)
 
-    def _account(self, job: Job, change: int) -> None:
+    def _account(self, job: Job, change: int, until_s: float) -> None:
+        """Change how many devices the job's user has; those that the job has count until `until_s`."""
         user = self._user(job.spec.user).until(self._now_s, self.settings.half_life_s)
-        self.users[user.name] = replace(user, num_devices=user.num_devices + change)
+        used_device_s = max(0.0, user.usage_device_s - len(job.devices) * (self._now_s - until_s))
+        self.users[user.name] = replace(user, usage_device_s=used_device_s, num_devices=user.num_devices + change)
 
 
 def _ending_verb(job: Job) -> Verb:

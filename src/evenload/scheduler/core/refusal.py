@@ -29,7 +29,7 @@ def refusal(
         if num >= limits.max_queued:
             return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
     needs = spec.needs
-    what, most = _needs_text(needs), most_together(needs, layout)
+    what, most = _needs_text(needs), layout.most_together(needs)
     if most < needs.min_devices:
         return f"it asks for {what}; this queue has {most} such of its {len(layout.devices)} devices"
     if limits.max_devices is not None and limits.max_devices < needs.min_devices:
@@ -44,18 +44,3 @@ def _needs_text(needs: Needs) -> str:
     if needs.memory_bytes:
         what += f" with {needs.memory_bytes / 2**30:.3g} GiB"
     return what + " in one host" * needs.one_host + " all of one kind" * needs.one_kind
-
-
-def most_together(needs: Needs, layout: Layout) -> int:
-    """Return how many of all devices could serve together."""
-    places = layout.makeups if needs.one_host else (tuple(enumerate(layout.pool_sizes)),)
-    most = 0
-    for place in places:
-        by_kind: dict[str, int] = {}
-        for index, num in place:
-            pool = layout.pools[index]
-            if (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes:
-                kind = pool.kind if needs.one_kind else ""
-                by_kind[kind] = by_kind.get(kind, 0) + num
-        most = max(most, *by_kind.values(), 0)
-    return most

@@ -179,7 +179,7 @@ class Sharing:
         if window.admit((place.slot,), until_s):
             return False
         is_held_longer = max(end_s(job, self._now_s) for job in place.jobs) > window.start_s
-        return candidates.is_behind(place.lead.id) or not is_held_longer
+        return place.lead.id in candidates.behind or not is_held_longer
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
         """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""

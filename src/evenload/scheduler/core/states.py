@@ -50,42 +50,33 @@ class Verb(StrEnum):
     CANCEL = "cancel"
 
 
-_S, _V = JobState, Verb
-
-TABLE: dict[tuple[JobState, Verb], JobState] = {
-    (_S.PENDING, _V.PLACE): _S.STARTING,
-    (_S.PENDING, _V.CANCEL): _S.CANCELLED,
-    (_S.PENDING, _V.FAIL): _S.FAILED,
-    (_S.STARTING, _V.BEGIN): _S.RUNNING,
-    (_S.STARTING, _V.STOP): _S.PREEMPTING,
-    (_S.RUNNING, _V.RESIZE): _S.RESIZING,
-    (_S.RUNNING, _V.STOP): _S.PREEMPTING,
-    (_S.RESIZING, _V.SWITCH): _S.RUNNING,
-    (_S.RESIZING, _V.YIELD): _S.STARTING,
-    (_S.RESIZING, _V.STOP): _S.PREEMPTING,
-    (_S.PREEMPTING, _V.STOP): _S.PREEMPTING,
-    (_S.PREEMPTING, _V.CANCEL): _S.CANCELLED,
-    (_S.PREEMPTING, _V.YIELD): _S.PENDING,
-    (_S.STARTING, _V.YIELD): _S.PENDING,
-    (_S.RUNNING, _V.YIELD): _S.PENDING,
-    **{
-        (state, verb): target
-        for state in (_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING)
-        for verb, target in (
-            (_V.SUCCEED, _S.SUCCEEDED),
-            (_V.FAIL, _S.FAILED),
-            (_V.RETRY, _S.PENDING),
-            (_V.LOSE, _S.PENDING),
-        )
-    },
-}
-"""(State, verb) → next state; other verbs can't happen."""
-
-WITH_DEVICES = frozenset((_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING))
+WITH_DEVICES = frozenset((JobState.STARTING, JobState.RUNNING, JobState.RESIZING, JobState.PREEMPTING))
 """A job holds devices in exactly these states."""
 
-ENDED = frozenset((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED))
+ENDED = frozenset((JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED))
 """A job stays in these for ever."""
+
+_S = JobState
+
+TABLE: dict[tuple[JobState, Verb], JobState] = {
+    (state, verb): target
+    for verb, states, target in (
+        (Verb.PLACE, {_S.PENDING}, _S.STARTING),
+        (Verb.BEGIN, {_S.STARTING}, _S.RUNNING),
+        (Verb.RESIZE, {_S.RUNNING}, _S.RESIZING),
+        (Verb.SWITCH, {_S.RESIZING}, _S.RUNNING),
+        (Verb.STOP, WITH_DEVICES, _S.PREEMPTING),
+        (Verb.YIELD, {_S.RESIZING}, _S.STARTING),
+        (Verb.YIELD, WITH_DEVICES - {_S.RESIZING}, _S.PENDING),
+        (Verb.SUCCEED, WITH_DEVICES, _S.SUCCEEDED),
+        (Verb.FAIL, WITH_DEVICES | {_S.PENDING}, _S.FAILED),
+        (Verb.RETRY, WITH_DEVICES, _S.PENDING),
+        (Verb.LOSE, WITH_DEVICES, _S.PENDING),
+        (Verb.CANCEL, {_S.PENDING, _S.PREEMPTING}, _S.CANCELLED),
+    )
+    for state in states
+}
+"""(State, verb) → next state; other verbs can't happen."""
 
 
 def next_state(state: JobState, verb: Verb) -> JobState:

@@ -16,6 +16,17 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.tariff import tariff_of
 
+_ABOVE_0 = math.ulp(0.0)
+
+
+def _check(owner: object, names: str, least: float = 0.0, most: float = sys.float_info.max) -> None:
+    """Raise `ConfigError` if one of these attributes is set, and out of bounds."""
+    for name in names.split():
+        value = getattr(owner, name)
+        if value is not None and not least <= value <= most:
+            wanted = "above 0" if least == _ABOVE_0 else f"of at least {least:g}"
+            raise ConfigError(f"{name}={value}: expected a number {wanted}")
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -34,15 +45,12 @@ class Device:
     def __post_init__(self) -> None:
         if not self.id or not self.host:
             raise ConfigError(f"a device with id {self.id!r} on host {self.host!r}: expected both to be names")
-        if not (0 < self.speed < math.inf and 0 <= self.price_per_hour < math.inf and 0 <= self.power_w < math.inf):
-            raise ConfigError(
-                f"device {self.id}: speed {self.speed}, price {self.price_per_hour} an hour, power {self.power_w} W: "
-                f"expected a speed above 0, and price and power of at least 0"
-            )
-        if self.cheap_price_per_hour is not None and not 0 <= self.cheap_price_per_hour <= self.price_per_hour:
+        _check(self, "speed", _ABOVE_0)
+        _check(self, "price_per_hour power_w cheap_price_per_hour")
+        if self.cheap_price_per_hour is not None and self.cheap_price_per_hour > self.price_per_hour:
             raise ConfigError(
                 f"device {self.id}: cheap_price_per_hour {self.cheap_price_per_hour} beside price_per_hour "
-                f"{self.price_per_hour}: expected at least 0 and at most that price"
+                f"{self.price_per_hour}: expected at most that price"
             )
 
 
@@ -65,8 +73,7 @@ class Needs:
             raise ConfigError(
                 f"devices {self.min_devices}:{self.max_devices}: expected MIN:MAX with 1 <= MIN <= MAX, or one number"
             )
-        if self.memory_bytes < 0:
-            raise ConfigError(f"memory of {self.memory_bytes} bytes a device: expected at least 0")
+        _check(self, "memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +148,16 @@ class JobSpec:
         object.__setattr__(self, "user", sys.intern(self.user))
         with contextlib.suppress(TypeError):  # from a socket: the store's check names what is wrong
             object.__setattr__(self, "needs", _same(self.needs))
-        for name in ("estimate_s", "total", "restart_s", "resize_s", "soft_limit_s", "hard_limit_s"):
-            value = getattr(self, name)
-            least = 0 if name in ("restart_s", "resize_s") else math.ulp(0.0)
-            if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{name}={value}: expected a number above 0")
+        _check(self, "estimate_s total soft_limit_s hard_limit_s", _ABOVE_0)
+        _check(self, "restart_s resize_s retries peak_bytes")
+        _check(self, "array_limit", 1)
         if self.soft_limit_s is not None and self.hard_limit_s is not None and self.soft_limit_s >= self.hard_limit_s:
             raise ConfigError(
                 f"soft_limit_s={self.soft_limit_s} and hard_limit_s={self.hard_limit_s}: a soft limit that is not below "
                 f"the hard one has no effect"
             )
-        if self.array_limit is not None and (self.array_limit < 1 or not self.array):
-            raise ConfigError(f"array_limit={self.array_limit}: expected at least 1, and the name of the array")
-        if self.retries < 0 or self.peak_bytes < 0:
-            raise ConfigError(f"retries={self.retries}, peak_bytes={self.peak_bytes}: expected at least 0")
+        if self.array_limit is not None and not self.array:
+            raise ConfigError(f"array_limit={self.array_limit}: expected the name of the array too")
         if self.share_device and self.needs.max_devices > 1:
             raise ConfigError(f"share_device: such a job has one device; this one requests {self.needs.max_devices}")
         if not all(0 <= rate < math.inf for rate in self.rates):
@@ -255,12 +258,8 @@ class Limits:
     """Device-hours a calendar month; after that jobs get idle devices only (`daemon.budgets`)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_devices", "max_running", "max_queued", "budget_device_hours"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name}={value}: expected at least 0, or None for no limit")
-        if not 0 < self.share < math.inf:
-            raise ConfigError(f"share={self.share}: expected a number above 0")
+        _check(self, "max_devices max_running max_queued budget_device_hours", most=math.inf)
+        _check(self, "share", _ABOVE_0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,16 +363,9 @@ class Settings:
         tariff_of(self.cheap_hours)
         if self.packing not in ("pack", "spread"):
             raise ConfigError(f"packing={self.packing!r}: expected pack or spread")
-        for name in ("ageing_s", "half_life_s", "starve_after_s", "horizon_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
-        for least, names in (
-            (0, "min_run_s restart_s fairness max_preemptions_per_hour share_after_s cheap_wait_s"),
-            (1, "max_lost max_sharers share_margin deadline_margin"),
-        ):
-            for name in names.split():
-                if not least <= getattr(self, name) < math.inf:
-                    raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least {least}")
+        _check(self, "ageing_s half_life_s starve_after_s horizon_s", _ABOVE_0, math.inf)
+        _check(self, "min_run_s restart_s fairness max_preemptions_per_hour share_after_s cheap_wait_s")
+        _check(self, "max_lost max_sharers share_margin deadline_margin", 1)
         if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
             threshold <= 0 for threshold in self.las_thresholds_device_s
         ):

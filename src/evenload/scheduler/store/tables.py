@@ -10,6 +10,7 @@ from typing import Any
 
 from evenload.errors import EvenloadError
 from evenload.scheduler.core import events
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings, User
 from evenload.scheduler.store import rows
@@ -95,19 +96,19 @@ def read_ledger(connection: sqlite3.Connection) -> Ledger:
     users = connection.execute(
         "SELECT name, limits, usage_device_s, accounted_s, num_devices FROM users ORDER BY position"
     )
-    reservations = connection.execute("SELECT body FROM reservations ORDER BY position")
+    reservations = connection.execute("SELECT id, body FROM reservations ORDER BY position")
     states = {str(state): state for state in JobState}
     outcomes = connection.execute(f"SELECT id, state FROM jobs WHERE state IN {_ENDED}")
-    jobs = connection.execute(f"SELECT body FROM jobs WHERE state NOT IN {_ENDED} ORDER BY number")
+    jobs = connection.execute(f"SELECT id, body FROM jobs WHERE state NOT IN {_ENDED} ORDER BY number")
     ledger = Ledger()
-    ledger.queue_state.restore(
+    ledger.queue_state = QueueState(
         time_s=float(get_fact(connection, "time_s", 0.0)),
         settings=Settings() if settings is None else rows.value_from(Settings, settings),
-        devices=[rows.value_from(Device, body) for _, body, _ in devices],
+        devices={name: rows.value_from(Device, body) for name, body, _ in devices},
         closed={name: closed for name, _, closed in devices if closed is not None},
-        users=[User(name, rows.value_from(Limits, limits), *use) for name, limits, *use in users],
-        reservations=[rows.value_from(Reservation, body) for (body,) in reservations],
-        jobs=[rows.value_from(Job, body) for (body,) in jobs],
+        users={name: User(name, rows.value_from(Limits, limits), *use) for name, limits, *use in users},
+        reservations={name: rows.value_from(Reservation, body) for name, body in reservations},
+        jobs={name: rows.value_from(Job, body) for name, body in jobs},
         outcomes={name: states[state] for name, state in outcomes},
     )
     for attempt in read_attempts(connection, "ended_s IS NULL"):
