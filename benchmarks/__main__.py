@@ -45,6 +45,7 @@ NAMES = (
     "queue_policies",
     "queue_product",
     "queue_cost",
+    "queue_real",
     "queue_crash",
     "week",
     "queue_external",

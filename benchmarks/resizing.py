@@ -104,17 +104,18 @@ def _resize(folder: Path, num: int) -> dict[str, Any]:
     queue, home = folder / "queue", folder / "job"
     home.mkdir()
     (home / "train.py").write_text(_SCRIPT)
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    path = job_path()
     with connect(queue, start=True) as client:
-        job = _submit(client, home, path, ["evenload", "run", "train.py", "0"], {"min_devices": 1, "max_devices": 2})
-        _wait(lambda: client.call("job", job=job)["spec"].get("resize_s") is not None, queue, job)
+        needs = {"needs": {"min_devices": 1, "max_devices": 2}}
+        job = submit(client, home, path, ["evenload", "run", "train.py", "0"], needs)
+        wait(lambda: client.call("job", job=job)["spec"].get("resize_s") is not None, queue, job)
         for num_changes in range(2, num + 1, 2):
-            _submit(client, home, path, ["sleep", "0.5"], {})
-            _wait(partial(_has_changed, queue, job, num_changes), queue, job)
+            submit(client, home, path, ["sleep", "0.5"], {"estimate_s": 1.0})
+            wait(partial(_has_changed, queue, job, num_changes), queue, job)
         (home / "finish").touch()
-        _wait(lambda: client.call("job", job=job)["job"]["state"] == "SUCCEEDED", queue, job)
+        wait(lambda: client.call("job", job=job)["job"]["state"] == "SUCCEEDED", queue, job)
     steps = [int(line) for line in (home / "steps").read_text().split()]
-    changes = _entries(queue, job, events.Resized)
+    changes = entries(queue, job, events.Resized)
     alone = folder / "alone"
     alone.mkdir()
     (alone / "train.py").write_text(_SCRIPT)
@@ -123,7 +124,7 @@ def _resize(folder: Path, num: int) -> dict[str, Any]:
     if code:
         raise RuntimeError((alone / "log").read_text()[-3000:])
     one, other = (torch.load(each / "weights.pt", weights_only=True) for each in (alone, home))
-    stops = [*_entries(queue, job, events.Yielded), *_entries(queue, job, events.ResizeRefused)]
+    stops = [*entries(queue, job, events.Yielded), *entries(queue, job, events.ResizeRefused)]
     return {
         "num_changes": len(changes),
         "num_stops": len(stops),
@@ -137,27 +138,32 @@ def _resize(folder: Path, num: int) -> dict[str, Any]:
     }
 
 
-def _submit(client: Client, home: Path, path: str, command: list[str], needs: dict[str, int]) -> str:
+def job_path() -> str:
+    """Return the PATH of a job that finds this Evenload."""
+    return f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+
+
+def submit(client: Client, home: Path, path: str, command: list[str], spec: dict[str, Any]) -> str:
+    """Submit a command that runs in `home`; return its id."""
     program = {"command": command, "folder": str(home), "grace_s": 30.0, "environment": {"PATH": path}}
-    spec = {"needs": needs} if needs else {"estimate_s": 1.0}
     return str(client.call("submit", spec=spec, program=program)["job"])
 
 
-def _entries(queue: Path, job: str, kind: type[Any]) -> list[Any]:
+def entries(queue: Path, job: str, kind: type[Any]) -> list[Any]:
     with Reader(queue) as reader:
         return [logged.entry for logged in reader.log(job=job) if isinstance(logged.entry, kind)]
 
 
 def _has_changed(queue: Path, job: str, num_times: int) -> bool:
-    return len(_entries(queue, job, events.Resized)) >= num_times
+    return len(entries(queue, job, events.Resized)) >= num_times
 
 
-def _wait(condition: Callable[[], bool], queue: Path, job: str) -> None:
-    until_s = time.monotonic() + _PATIENT_S
+def wait(condition: Callable[[], bool], queue: Path, job: str, patient_s: float = _PATIENT_S) -> None:
+    until_s = time.monotonic() + patient_s
     while not condition():
         if time.monotonic() > until_s:
             raise RuntimeError(
-                f"nothing for {_PATIENT_S:g} s; the job printed {paths.log_path(queue, job).read_text()[-3000:]}"
+                f"nothing for {patient_s:g} s; the job printed {paths.log_path(queue, job).read_text()[-3000:]}"
             )
         time.sleep(0.05)
 

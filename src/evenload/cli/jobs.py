@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 Queue = Annotated[
     Path | None,
     typer.Option(
-        "--queue", metavar="DIR", help="Folder of the queue. Default: the machine's queue if there is one, else yours."
+        "--queue",
+        metavar="DIR",
+        readable=False,  # other users may reach a shared queue, and not list its folder
+        help="Folder of the queue. Default: the machine's queue if there is one, else yours.",
     ),
 ]
 NOT_ENDED = ("PENDING", "STARTING", "RUNNING", "RESIZING", "PREEMPTING")

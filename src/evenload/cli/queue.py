@@ -198,6 +198,11 @@ def _repair(folder: Path) -> None:
         f"the queue has {done.num_events} events now: {source} from the damaged file, which is kept as {done.damaged}"
     )
     print("jobs and changes after the last of these events are lost; evenload queue start starts the daemon")
+    if done.held:
+        print(
+            f"held back, because they have begun since and may have ended: job {', '.join(done.held)}; evenload change "
+            f"JOB --release starts one again"
+        )
 
 
 def _show(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from evenload.cli.jobs import Queue
+
 POLL_S = 0.2
 WEB_POLL_S = 1.0
 PAGE_FILE = "page.html"
@@ -46,7 +48,7 @@ def show(
         list[str] | None,
         typer.Option(metavar="LOGGER.OPTION=VALUE", help="Option of the logger of --to; may be repeated."),
     ] = None,
-    queue: Annotated[Path | None, typer.Option("--queue", metavar="DIR", help="Folder of the job's queue.")] = None,
+    queue: Queue = None,
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray by its number there.")
     ] = None,

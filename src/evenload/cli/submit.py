@@ -241,6 +241,8 @@ def _position(queue: Path, job: str) -> str:
     found = LocalBackend(queue).position(job)
     if found is None:
         return ", starting now"
+    if isinstance(found, str):
+        return f" and cancelled: {found}"
     position, start_s = found
     text = "" if position is None else f", position {position} of the waiting jobs"
     return text if start_s is None or start_s <= 1 else f"{text}, expected to start in {span(start_s)}"

@@ -129,7 +129,11 @@ def _start(folder: Path) -> None:
         )
     paths.make_private(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(folder / paths.START_LOCK, flags, 0o600), "r+") as lock:
+    try:
+        opened = os.open(folder / paths.START_LOCK, flags, 0o600)
+    except OSError as error:
+        raise QueueError(f"the daemon of the queue {folder} can't start: {error}") from error
+    with os.fdopen(opened, "r+") as lock:
         _lock(lock.fileno(), folder)
         connection = _try(folder, _START_S)
         if connection is not None:

@@ -147,11 +147,13 @@ def read_time_of_day_s(value: str, now_s: float) -> float:
 
 def read_deadline(value: Any) -> str:
     """Check a time from the submission (`8h`) or a time of day (`mon 09:00`); return it as it was written."""
+    expected = "a time such as 8h from now, or a time of day such as 09:00, mon 09:00 or 2026-12-01 09:00"
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            deadline_s(value, time.time())
-            return value
-    raise ValueError("a time such as 8h from now, or a time of day such as 09:00, mon 09:00 or 2026-12-01 09:00")
+            if deadline_s(value, time.time()) >= time.time():
+                return value
+            expected = "a time that is to come"
+    raise ValueError(expected)
 
 
 def deadline_s(text: str, now_s: float) -> float:

@@ -41,6 +41,7 @@ LOGNAME, SHELL and LANG: a client sends what its job needs.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, TypedDict
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
@@ -185,10 +186,20 @@ class StatusRow(TypedDict):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    return (
-        json.dumps({"v": VERSION, **message}, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-        + b"\n"
-    )
+    """Return the message as a line of JSON, which has no infinite numbers: these are sent as words, such as "inf"."""
+    row = {"v": VERSION, **message}
+    try:
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    except ValueError:
+        return json.dumps(_with_words(row), separators=(",", ":")).encode() + b"\n"
+
+
+def _with_words(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _with_words(part) for name, part in value.items()}
+    return [_with_words(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -24,6 +24,7 @@ WRITER_LOCK = "writer.lock"
 SETTINGS_FILE = "queue.toml"
 LOGS = "logs"
 ATTEMPTS = "attempts"
+BACKUPS = "backups"
 
 
 def default_folder() -> Path:

@@ -29,7 +29,7 @@ def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Se
     for name, value in values.items():
         try:
             read[name] = _read(str(known[name]), value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{name}={value!r}: expected {known[name]}") from error
     return replace(base or Settings(), **read)
 

@@ -43,7 +43,12 @@ def tree_of(folder: Path) -> WorkingTree:
     if top is None:
         if not folder.is_dir():
             raise ConfigError(f"folder {folder} does not exist")
-        return _walked(folder)
+        try:
+            return _walked(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"the files of {folder} can't be listed ({error}); use --no-snapshot to run without a snapshot"
+            ) from error
     tracked = _git(top, "ls-files", "-z", "--cached", "--recurse-submodules")
     if tracked is None:
         tracked = _git(top, "ls-files", "-z", "--cached")
@@ -65,7 +70,9 @@ def _walked(folder: Path) -> WorkingTree:
         here = Path(place)
         for name in list(folders):
             path = here / name
-            if (path / "pyvenv.cfg").exists() or (path / "conda-meta").is_dir() or name == "node_modules":
+            is_closed = not os.access(path, os.R_OK | os.X_OK)  # to this user, and so to the job
+            is_python = not is_closed and ((path / "pyvenv.cfg").exists() or (path / "conda-meta").is_dir())
+            if is_closed or is_python or name == "node_modules":
                 ignored.append(str(path.relative_to(folder)))
             elif path.is_symlink():
                 files.append(str(path.relative_to(folder)))

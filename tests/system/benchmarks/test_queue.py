@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import queue_real
+
 from tests.system.benchmarks.test_benchmarks import quick
 
 
@@ -17,3 +19,12 @@ def test_queue_decide(tmp_path: Path) -> None:
 
 def test_queue_policies_says_what_it_needs(tmp_path: Path) -> None:
     assert "--traces" in quick(tmp_path, "queue_policies")["left_out"]
+
+
+def test_queue_real_predicts_each_job() -> None:
+    """From the submissions and what was measured before alone; the real half hour is not run here."""
+    workload = queue_real.submissions(1.0)
+    expected_s = queue_real.predicted(workload, queue_real.Measured(0.6, 4.0, 1.0, 3.8, 0.95))
+    assert sorted(expected_s) == sorted(one.name for one in workload) and len(workload) == 13
+    assert all(expected_s[one.name] > one.lasts_s / (4 if one.is_elastic else 1) for one in workload)
+    assert 1500 < max(one.at_s + expected_s[one.name] for one in workload) < 2100

@@ -139,6 +139,8 @@ def test_after_another_job(box: Box) -> None:
     assert box.wait(good, *ENDED)["state"] == "SUCCEEDED"
     assert box.wait(never, *ENDED)["state"] == "CANCELLED"
     assert bad in box.job(never)["reason"]
+    again = box.run("submit", "--after", bad, "--", "echo", "never")
+    assert again.code == 0 and f"and cancelled: it was to start after job {bad}, which is FAILED" in again.out, again
 
 
 def test_whom_to_tell(box: Box, here: Path) -> None:

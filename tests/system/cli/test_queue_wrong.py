@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         ("queue", "dance", "unknown action; actions: show, stop, start, service"),
         ("queue", "set policy=best", "there is no such policy"),
         ("queue", "set polic=fifo", "there is no such setting of the queue"),
+        ("queue", "set max_lost=inf", "max_lost='inf': expected int"),
         ("queue", "limit bob", "expected evenload queue limit USER NAME=VALUE"),
         ("queue", "limit bob devices=2", "unknown limit; limits: share, max_devices"),
         ("queue", "reserve cpu:9 soon", "soon: expected a time with its unit"),
@@ -119,3 +121,20 @@ def test_without_a_queue_that_is_said(tmp_path: Path) -> None:
     nobody = Box(tmp_path)
     result = nobody.run("ps")
     assert result.code == 2 and "the first evenload submit creates it" in result.err
+
+
+def test_an_infinite_setting_is_shown_and_set_back(box: Box) -> None:
+    """JSON has no infinite numbers: the daemon used to end at each question for its settings."""
+    assert box.run("queue", "set", "horizon_s=inf").out == "horizon_s = inf\n"
+    shown = box.run("queue")
+    assert shown.code == 0 and "horizon_s                 inf" in shown.out, shown
+    assert box.run("queue", "set", "horizon_s=200").out == "horizon_s = 200.0\n"
+
+
+def test_a_shared_queue_can_be_named_by_users_that_cannot_list_its_folder(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.R_OK)
+    for command, *words in (["ps"], ["show", "first"]):
+        result = box.run(command, *words)
+        assert result.code == 0, result

@@ -55,7 +55,7 @@ def test_a_clock_that_is_set_changes_no_duration(queue: Box, by_s: float) -> Non
     assert "time limit of 6 s" in done["reason"]
     assert 6.0 <= done["held_s"] <= time.monotonic() - began_s
     (attempt,) = queue.call("job", job=limited)["attempts"]
-    assert abs(attempt["ended_s"] - attempt["began_s"] - done["held_s"]) < 0.01
+    assert 0.0 <= done["held_s"] - (attempt["ended_s"] - attempt["began_s"]) < 5.0  # until its program could start
     if by_s > 0:
         queue.wait_for(later, "SUCCEEDED")  # its time of day has come
     else:

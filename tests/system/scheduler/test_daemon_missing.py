@@ -15,7 +15,8 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants
-from evenload.scheduler import presence, user_service
+from evenload.scheduler import paths, presence, user_service
+from evenload.scheduler.client import connect
 from evenload.views.queue.text import notes
 from evenload.views.queue.view import JobFilter, view_of
 from tests.system.scheduler.daemons import box, kill, until
@@ -64,3 +65,11 @@ def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):
             user_service.install(tmp_path / "queue")
         assert not user_service.is_offered(tmp_path)
+
+
+def test_a_folder_in_which_no_daemon_can_start_is_named(tmp_path: Path) -> None:
+    """Such as one on a disk that is full or read-only."""
+    paths.make_private(tmp_path / "queue")
+    (tmp_path / "queue" / paths.START_LOCK).mkdir()
+    with pytest.raises(QueueError, match="can't start"):
+        connect(tmp_path / "queue")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler import snapshots
+from evenload.scheduler import snapshots, working_tree
 from evenload.scheduler.working_tree import git_top
 
 
@@ -140,3 +140,19 @@ def test_its_folders_are_its_owners_alone(tree: Path, tmp_path: Path) -> None:
         snapshots.lay_out(str(tree / "code" / "missing"))
     with pytest.raises(ConfigError, match="expected a path below the folder"):
         take(tree, tmp_path, links=["../other"])
+
+
+def test_a_folder_that_its_owner_cannot_read_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a container's data below the project. Where looking into it fails otherwise, that is said."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "train.py").touch()
+    with monkeypatch.context() as closed:
+        closed.setattr(working_tree.os, "access", lambda path, mode: Path(path).name != "closed")
+        assert working_tree.tree_of(tmp_path) == working_tree.WorkingTree(tmp_path, ("train.py",), ("closed",))
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(f"Permission denied: {path}")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigError, match=r"can't be listed .*--no-snapshot"):
+        working_tree.tree_of(tmp_path)

@@ -349,7 +349,8 @@ class Week:
                 if submitted.kind not in ("saving", "requeued") and len(spans) != 1:
                     found.run_twice.append(f"{name}: {spans}")
                 found.at_once += [f"{name}: {a}, {b}" for a, b in pairwise(spans) if b[0] < a[1]]
-                found.bills_off_s.append(job.held_s - sum(ended_s - began_s for began_s, ended_s in spans))
+                billed_s = sum((row.ended_s or machine.true_s) - row.began_s for row in reader.attempts(name))
+                found.bills_off_s.append(billed_s - sum(ended_s - began_s for began_s, ended_s in spans))
         found.run_twice += sorted(path.name for path in (machine.work / "twice").iterdir())
         found.record = audit(queue.folder)
         found.bills_off_s.sort()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import QueueError
+from evenload.scheduler import paths
 from evenload.scheduler.core import events
 from evenload.scheduler.daemon import backups as daemon_backups
 from evenload.scheduler.daemon.backups import HourlyBackups
@@ -106,7 +107,7 @@ def test_a_backup_that_fails_leaves_no_part_of_itself(tmp_path: Path, monkeypatc
     def run(now_s: float) -> int:
         backups.run_if_due(now_s, 5)
         backups.close()
-        return len(list((tmp_path / backup.FOLDER).glob("*")))
+        return len(list((tmp_path / paths.BACKUPS).glob("*")))
 
     assert run(0.0) == 0
     with monkeypatch.context() as patched:
@@ -131,3 +132,33 @@ def test_a_daemon_that_is_killed_every_half_hour_backs_up_every_hour(
             backups.close()
         made.append(len(backup.backups(tmp_path)) and backup.backups(tmp_path)[0].stat().st_mtime)
     assert made[2] > 0 and len(set(made[2:])) >= 3
+
+
+def test_a_queue_that_this_user_cannot_write_is_named(tmp_path: Path) -> None:
+    (tmp_path / "queue").write_text("no folder")
+    with pytest.raises(QueueError, match="can't be written by this user"):
+        backup.repair(tmp_path / "queue")
+
+
+def test_an_empty_file_beside_backups_is_damage(tmp_path: Path) -> None:
+    """A queue that lost its file must not begin anew without a word."""
+    _submit(tmp_path, 1, 5)
+    backup.back_up(tmp_path)
+    for lose in (lambda path: path.write_bytes(b""), Path.unlink):
+        lose(tmp_path / DATABASE)
+        with pytest.raises(QueueError, match="evenload queue repair"):
+            QueueStore(tmp_path, holder="test")
+        assert backup.repair(tmp_path).num_events == 5 and _num_jobs(tmp_path) == 5
+
+
+def test_a_repair_holds_back_jobs_that_began_after_the_backup(tmp_path: Path) -> None:
+    """They wait by the backup, but have an output: they may have ended, and would run twice."""
+    _submit(tmp_path, 1, 3)
+    backup.back_up(tmp_path)
+    (tmp_path / paths.LOGS).mkdir()
+    paths.log_path(tmp_path, "2").write_text("it began")
+    (tmp_path / DATABASE).write_bytes(b"")
+    assert backup.repair(tmp_path).held == ("2",)
+    with QueueStore(tmp_path, holder="test") as store:
+        assert [job.id for job in store.queue_state.jobs.values() if job.is_held] == ["2"]
+    assert audit(tmp_path) == []

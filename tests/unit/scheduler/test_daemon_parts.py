@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,14 +16,17 @@ from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
+from evenload.scheduler.daemon import daemon as daemon_module
 from evenload.scheduler.daemon.devices import HOST, LocalDevice, variables_for
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
-from evenload.scheduler.paths import SETTINGS_FILE, socket_address
-from evenload.scheduler.runner.__main__ import is_killed
+from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
+from evenload.scheduler.runner.__main__ import _write_result, is_killed
 from evenload.scheduler.runner.files import RunnerResult
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import QueueStore
 
 GIB = 2**30
 
@@ -189,3 +193,43 @@ def test_addresses_of_listening_sockets_are_read() -> None:
     words = [int.from_bytes(part, sys.byteorder) for part in (b"\x7f\0\0\1", b"\0\0\0\0", b"\0\0\0\1")]
     assert _readable(f"{words[0]:08X}") == "127.0.0.1"
     assert _readable(f"{words[1]:08X}" * 3 + f"{words[2]:08X}") == "::1"
+
+
+def test_a_decision_that_fails_does_not_end_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a policy whose numbers overflow: the queue answers, so that the setting can be set back."""
+    daemon = object.__new__(daemon_module.Daemon)
+    written: list[str] = []
+    monkeypatch.setattr(daemon, "_state", SimpleNamespace(problems={}), raising=False)
+    monkeypatch.setattr(daemon, "_log", SimpleNamespace(write=written.append), raising=False)
+
+    def overflow(*_: object) -> tuple[()]:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(daemon_module, "decide", overflow)
+    snapshot = QueueState().snapshot()
+    assert [daemon._commands(snapshot, 0.0) for _ in range(3)] == [()] * 3
+    assert len(written) == 1 and "Traceback" in written[0]
+    assert daemon._state.problems == {
+        "decide": "nothing is decided (OverflowError: too large); the daemon's log has more"
+    }
+    monkeypatch.setattr(daemon_module, "decide", lambda *_: ())
+    assert daemon._commands(snapshot, 0.0) == () and not daemon._state.problems
+
+
+def test_a_new_job_has_no_number_of_which_there_is_an_output(tmp_path: Path) -> None:
+    """A repaired queue may have lost the job whose output that is, and its runner may still run."""
+    with QueueStore(tmp_path, holder="test") as store:
+        store.record(events.Submitted(0.0, "7", JobSpec("ann")), extra={"command": ["true"]})
+        store.commit()
+    (tmp_path / LOGS).mkdir()
+    with Reader(tmp_path) as reader:
+        assert daemon_module._next_number(reader, tmp_path) == reader.jobs()[0].number + 1
+        for name in ("41.log", "other.log"):
+            (tmp_path / LOGS / name).touch()
+        assert daemon_module._next_number(reader, tmp_path) == 42
+
+
+@pytest.mark.timeout(20)
+def test_a_runner_whose_queue_was_removed_ends(tmp_path: Path) -> None:
+    """It waits for room on a full disk, but not for a folder that is gone."""
+    _write_result(tmp_path / "gone", RunnerResult(1, 0))

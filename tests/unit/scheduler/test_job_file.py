@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
+from evenload.scheduler import job_syntax
 from evenload.scheduler.core.values import After, Needs
 from evenload.scheduler.job_file import BACKENDS, KEYS, JobFile, as_table, job_from, merged, to_program, to_spec
 from evenload.scheduler.job_syntax import array_text, bytes_text, duration_text, read_array, read_bytes, read_duration_s
@@ -207,3 +208,9 @@ def test_the_page_and_the_example_name_every_key() -> None:
 
 def test_the_default_job_asks_for_one_device() -> None:
     assert to_spec(JobFile(("true",)), "ann").needs == Needs()
+
+
+def test_a_deadline_that_is_over_is_refused() -> None:
+    with pytest.raises(ValueError, match="to come"):
+        job_syntax.read_deadline("2020-01-01 09:00")
+    assert job_syntax.read_deadline("8h") == "8h"

@@ -10,6 +10,7 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Device
+from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.usage import UsageRow, months, unix_group, usage_rows
 from evenload.scheduler.store.writer import QueueStore
@@ -27,6 +28,23 @@ def _november_s() -> float:
 def _rows(folder: Path, by: tuple[str, ...] = ("month", "group", "user"), month: str = "") -> list[UsageRow]:
     with Reader(folder) as reader:
         return usage_rows(reader, GROUPS, by, month)
+
+
+def test_the_start_of_a_runner_is_not_billed(tmp_path: Path) -> None:
+    """A job has its devices for 2 s before its program may start; the program ends 1 s before that is noticed."""
+    began_s = _november_s()
+    with QueueStore(tmp_path, holder="test") as store:
+        store.record(events.DeviceAdded(began_s, Device("d0", "h")))
+        store.record(events.Submitted(began_s, "1", spec(user="ann")), extra={"command": ["true"]})
+        store.record(events.Placed(began_s, "1", ("d0",), 1))
+        store.record(events.JobStarted(began_s + 2.0, "1"))
+        store.record(events.Ended(began_s + 6.0, "1", is_success=True, ended_s=began_s + 5.0))
+        store.commit()
+    assert [row.device_s for row in _rows(tmp_path)] == [3.0]
+    with Reader(tmp_path) as reader:
+        (attempt,) = reader.attempts("1")
+    assert (attempt.began_s, attempt.ended_s) == (began_s + 2.0, began_s + 5.0)
+    assert audit(tmp_path) == []
 
 
 def test_a_job_over_the_end_of_a_month_counts_in_both(tmp_path: Path) -> None:

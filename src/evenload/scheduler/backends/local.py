@@ -74,12 +74,15 @@ class LocalBackend(SchedulerBackend):
     def logs(self, job: str) -> Path:
         return paths.log_path(self.queue, job)
 
-    def position(self, job: str) -> tuple[int | None, float | None] | None:
-        """Return (place in line, seconds to its start) of a waiting job, each None if unknown; None if it has started."""
+    def position(self, job: str) -> tuple[int | None, float | None] | str | None:
+        """Return (place in line, seconds to its start) of a waiting job, each None if unknown; None if it has started.
+
+        Of a job that can never start, and so was cancelled at once: the reason.
+        """
         with connect(self.queue, start=False) as client:
             row = client.call("job", job=job)["job"]
             if row["state"] != JobState.PENDING:
-                return None
+                return str(row["reason"]) if row["state"] == JobState.CANCELLED else None
         place = row.get("position")
         return place, None if row["start_s"] is None else row["start_s"] - time.time()
 

@@ -18,6 +18,7 @@ from evenload.scheduler import messages, paths, presence, validation
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.daemon.alive_file import AliveFile
 from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.backups import HourlyBackups
@@ -68,7 +69,7 @@ class Daemon:
             runners=Runners(folder, self._wake.set, clock),
             settings=settings,
             devices={},
-            next_number=_next_number(reader),
+            next_number=_next_number(reader, folder),
             clock=clock,
             alive_s=alive_s,
         )
@@ -203,7 +204,7 @@ class Daemon:
         self._attempts.roll_back()
         self._handlers.to_kill.clear()
         self._has_anchor = False
-        self._state.next_number = _next_number(self._state.reader)
+        self._state.next_number = _next_number(self._state.reader, self._state.folder)
         self._must_reload = True
 
     def _handle(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | DelayedReply | None:
@@ -261,13 +262,26 @@ class Daemon:
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
         now_s = self._state.clock.now_s()
-        for command in decide(snapshot, now_s):
+        for command in self._commands(snapshot, now_s):
             (job, *_) = self._state.record(command)
             if isinstance(command, events.ResizeRequested) and (refusal := self._attempts.resizes.refusal(job)):
                 self._state.record(refusal)
         self._state.has_changed = False
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)
+
+    def _commands(self, snapshot: QueueSnapshot, now_s: float) -> tuple[events.Command, ...]:
+        """Return what the core decides; nothing where it fails: the queue goes on, and its owner can change what it fails at."""
+        try:
+            commands = decide(snapshot, now_s)
+        except Exception as error:
+            problem = f"nothing is decided ({type(error).__name__}: {error}); the daemon's log has more"
+            if self._state.problems.get("decide") != problem:
+                self._log.write(f"{problem}: {traceback.format_exc()}")
+            self._state.problems["decide"] = problem
+            return ()
+        self._state.problems.pop("decide", None)
+        return commands
 
     def _act(self, ended: list[EndedAttempt]) -> None:
         """Act on what is on disk now."""
@@ -364,9 +378,11 @@ def _open_store(folder: Path) -> QueueStore:
             time.sleep(0.05)
 
 
-def _next_number(reader: Reader) -> int:
+def _next_number(reader: Reader, folder: Path) -> int:
+    """Return the number of the next job: above those of the queue, and of outputs whose jobs a repaired queue has lost."""
     newest = reader.jobs(newest_first=True, limit=1)
-    return newest[0].number + 1 if newest else 1
+    outputs = [int(path.stem) for path in (folder / paths.LOGS).glob("*.log") if path.stem.isdecimal()]
+    return max([newest[0].number if newest else 0, *outputs]) + 1
 
 
 def run_daemon(folder: Path, log: DaemonLog, ready: Callable[[], None]) -> None:

@@ -339,6 +339,8 @@ class RequestHandlers:
         name = f"r{self.state.store.last + 1}"
         ahead_s = self.state.clock.ahead_s
         made = Reservation(name, reserved, start_s - ahead_s, end_s - ahead_s, frozenset(users), every)
+        if made.end_s <= self.state.clock.now_s() and not every:
+            raise ConfigError("the reservation's window is over")
         self.state.record(events.ReservationSet(self.state.clock.now_s(), made))
         return {"reservation": replies.reservation_row(self.state, name)}
 

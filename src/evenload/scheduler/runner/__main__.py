@@ -64,13 +64,18 @@ def is_killed(result: RunnerResult) -> bool:
 
 
 def _write_result(folder: Path, result: RunnerResult) -> None:
-    """Write the result however long that takes: a runner that ends without one has its job run again."""
+    """Write the result however long that takes: a runner that ends without one has its job run again.
+
+    Without the attempt's folder the queue itself was removed, and nobody waits for a result.
+    """
     while True:
         try:
             files.write_result(folder, result)
             return
         except OSError as error:
             print(f"the result can't be written: {error}", file=sys.stderr, flush=True)
+            if not folder.exists():
+                return
             time.sleep(_RETRY_S)
 
 

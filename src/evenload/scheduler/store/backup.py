@@ -16,19 +16,23 @@ from pathlib import Path
 
 from evenload.errors import QueueError
 from evenload.scheduler.clock import wall_s
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.paths import BACKUPS, log_path
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.lock import WriterLock
 from evenload.scheduler.store.schema import DATABASE, MIGRATIONS, migrate
-from evenload.scheduler.store.writer import LOCK
+from evenload.scheduler.store.writer import LOCK, QueueStore
 
-FOLDER = "backups"
 NUM_KEPT = 3
+_SAME_S = 60.0
+"""A job's output is of an attempt that the queue knows, if it was written at most so long after it."""
 
 
 def back_up(folder: Path) -> Path:
     """Write a backup of the queue and remove all but the newest; raise a `QueueError` where the file can't be copied."""
-    kept = folder / FOLDER
+    kept = folder / BACKUPS
     part = kept / "part"
     try:
         kept.mkdir(mode=0o700, exist_ok=True)
@@ -61,7 +65,7 @@ def back_up(folder: Path) -> Path:
 def backups(folder: Path) -> list[Path]:
     """Return the backups of a queue, the newest first."""
     return sorted(
-        (folder / FOLDER).glob("*.sqlite"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True
+        (folder / BACKUPS).glob("*.sqlite"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True
     )
 
 
@@ -75,6 +79,8 @@ class Repair:
     backup: Path | None = None
     damaged: Path | None = None
     """The damaged file, under its new name."""
+    held: tuple[str, ...] = ()
+    """Jobs that wait by the last of the events, and have begun since: they are held back, so that none runs twice unasked."""
 
 
 def repair(folder: Path) -> Repair:
@@ -83,7 +89,10 @@ def repair(folder: Path) -> Repair:
     Raises:
         QueueError: a daemon runs, or neither the file nor a backup holds any events.
     """
-    lock = WriterLock(folder / LOCK, "evenload queue repair")
+    try:
+        lock = WriterLock(folder / LOCK, "evenload queue repair")
+    except OSError as error:
+        raise QueueError(f"the queue {folder} can't be written by this user: {error}") from error
     try:
         if not (problems := _problems(folder)):
             return Repair(())
@@ -93,7 +102,7 @@ def repair(folder: Path) -> Repair:
         log += _readable_log(folder / DATABASE, log[-1].number if log else 0)
         if not log:
             raise QueueError(
-                f"neither {folder / DATABASE} nor a backup in {folder / FOLDER} has an event that can be read"
+                f"neither {folder / DATABASE} nor a backup in {folder / BACKUPS} has an event that can be read"
             )
         made = folder / f"{DATABASE}.repaired"
         for suffix in ("", "-wal", "-shm"):
@@ -104,9 +113,24 @@ def repair(folder: Path) -> Repair:
             with contextlib.suppress(FileNotFoundError):
                 (folder / f"{DATABASE}{suffix}").replace(damaged.with_name(damaged.name + suffix))
         made.replace(folder / DATABASE)
-        return Repair(tuple(problems), num, min(num, num_from_backup), backup, damaged)
     finally:
         lock.release()
+    return Repair(tuple(problems), num, min(num, num_from_backup), backup, damaged, _hold_begun(folder))
+
+
+def _hold_begun(folder: Path) -> tuple[str, ...]:
+    """Hold back the waiting jobs whose output is newer than their last attempt."""
+    with QueueStore(folder, holder="evenload queue repair") as store:
+        waiting = [job for job in store.queue_state.jobs.values() if job.state is JobState.PENDING and not job.is_held]
+        held = []
+        for job in waiting:
+            with contextlib.suppress(FileNotFoundError):
+                written_s = log_path(folder, job.id).stat().st_mtime
+                if not job.attempt or written_s > job.since_s + _SAME_S:
+                    store.record(events.JobHeld(store.queue_state.time_s, job.id))
+                    held.append(job.id)
+        store.commit()
+    return tuple(held)
 
 
 def _problems(folder: Path) -> list[str]:

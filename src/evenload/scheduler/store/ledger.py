@@ -45,6 +45,7 @@ class AttemptRecord:
     fence: Fence
     devices: tuple[str, ...]
     began_s: float
+    """When it got its devices; once its program may start, that time: from then on it is billed."""
     ended_s: float | None = None
     ending: str = ""
     """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``; `NOT_SAVED` where it yielded without a save, and
@@ -161,6 +162,8 @@ class Ledger:
                 ended_s = min(ended_s, max(before.began_s, told_s))
             self._put(replace(before, ended_s=ended_s, ending=kind, reason=reason), changes)
             before = None
+        if before is not None and isinstance(event, events.JobStarted):  # what the queue needed until now isn't billed
+            self._put(replace(before, began_s=self.queue_state.time_s), changes)
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)
             self._put(AttemptRecord(fence, job.devices, began_s=self.queue_state.time_s, runner=runner), changes)

@@ -13,7 +13,7 @@ from evenload.errors import ConfigError, QueueError, StaleError
 from evenload.scheduler.clock import ClockAnchor
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.paths import WRITER_LOCK
+from evenload.scheduler.paths import BACKUPS, WRITER_LOCK
 from evenload.scheduler.store import rows, tables
 from evenload.scheduler.store.filesystem import refuse_network
 from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence
@@ -57,6 +57,11 @@ class QueueStore:
         self._connection: sqlite3.Connection | None = None
         try:
             self._connection = _opened(folder / DATABASE)
+            if not version_of(self._connection) and any((folder / BACKUPS).glob("*.sqlite")):
+                raise QueueError(
+                    f"the queue {folder / DATABASE} is empty, and it has backups: evenload queue repair makes it whole "
+                    f"from them; move {folder / BACKUPS} away for a new queue"
+                )
             migrate(self._connection, tables.refold, migrations)
             self.epoch = _next_epoch(self._connection)
             """Number of times that a writer opened this queue; only the latest may write, whatever happened to its lock."""

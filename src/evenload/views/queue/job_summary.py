@@ -231,7 +231,8 @@ def _requested(job: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
 def _used(summary: JobSummary) -> str:
     if not summary.attempts:
         return ""
-    text = f"{span(summary.job['held_s'])} on devices, {device_hours(summary):.3g} device-hours"
+    held_s = sum(_held_s(summary, attempt) for attempt in summary.attempts)
+    text = f"{span(held_s)} on devices, {device_hours(summary):.3g} device-hours"
     money, energy = cost(summary)
     return f"{text}{f', cost {money:.2f}' if money else ''}{f', {energy:.3g} kWh' if energy else ''}"
 
