@@ -23,6 +23,8 @@ def lock_folder(folder: Path) -> IO[str]:
     path = folder / LOCK_FILE
     try:
         file = path.open("a+")
+    except FileNotFoundError:
+        raise ConfigError(f"the run folder {folder} is in use by another process, which begins it anew") from None
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} is not writable ({error}); set project_dir to a writable folder"

@@ -228,6 +228,18 @@ class MembershipDecider:
             return self._change_urgently(())
         return []
 
+    def fields_of_joiner(self, start: StartWorker) -> dict[str, Any]:
+        """Return the fields by which the `WorkerSpec` of a worker that is to join differs from its device's."""
+        names = [self.places[name].device_name for name in self.members]
+        return {
+            "rank": len(self.members),
+            "world_size": len(self.members) + 1,
+            "workers": (*self.members, start.worker),
+            "device_names": (*names, start.place.device_name),
+            "generation": 0,
+            "joining": True,
+        }
+
     def ready(self, worker: str) -> list[Instruction]:
         if worker not in self._joiners:
             return [] if worker in (*self.members, *self._effective) else [EndWorker(worker)]

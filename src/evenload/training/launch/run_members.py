@@ -368,16 +368,7 @@ class RunMembers:
                 self._print(failure.sentence(f"{self.where(name)}, which had left,"))
 
     def _start_joiner(self, decider: MembershipDecider, start: StartWorker) -> None:
-        members, place = decider.members, start.place
-        names = [decider.places[name].device_name for name in members]
-        fields: dict[str, Any] = {
-            "rank": len(members),
-            "world_size": len(members) + 1,
-            "workers": (*members, start.worker),
-            "device_names": (*names, place.device_name),
-            "generation": 0,
-            "joining": True,
-        }
+        place, fields = start.place, decider.fields_of_joiner(start)
         if place.node == self._node:
             spec = replace(self._specs[place.local_rank], **fields, store=decider.store)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -135,11 +136,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
 
     def open_folder() -> None:
         if old:
-            lock = lock_folder(folder)  # from here on no other run begins in the folder that is moved
-            _move_aside(folder, old)
+            with lock_folder(folder):  # from here on no other run begins in the folder that is moved
+                _locks.append(_move_aside(folder, old))
             old.clear()
             recorder.open(_open_records(spec, config, folder, writes))
-            lock.close()
 
     def take_records() -> None:
         records = _open_records(spec, config, folder, writes=True, takes_over=True)
@@ -350,18 +350,26 @@ def _contents(folder: Path) -> dict[str, int]:
     return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
 
 
-def _move_aside(folder: Path, old: Mapping[str, int]) -> None:
-    """Move a folder away, but leave the files that the script wrote since its contents were `old`."""
+_locks: list[IO[str]] = []
+"""Of folders that were begun anew; to close one would end the lock that the recorder holds on the same file."""
+
+
+def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
+    """Move a folder away, but leave the files that the script wrote since its contents were `old`; return the new one's lock."""
     aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     index = 1
     while aside.exists():
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
         index += 1
+    new = folder.with_name(f".{folder.name}.{os.getpid()}")
+    new.mkdir(exist_ok=True)
+    lock = lock_folder(new)  # no other run may begin in it before this one
     shutil.move(folder, aside)
-    folder.mkdir(parents=True, exist_ok=True)
+    new.rename(folder)
     for name, changed_ns in _contents(aside).items():
         is_new = name not in old or (changed_ns != old[name] and not (aside / name).is_dir())
         if is_new and name != LOCK_FILE:
             (aside / name).rename(folder / name)
     _note_fresh(folder)
     print(f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}", flush=True)
+    return lock
