@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -45,9 +46,9 @@ def lock_folder(folder: Path) -> IO[str]:
     if not _is_file_of(file, path):  # the folder was moved aside meanwhile (`--fresh`): another one is in its place
         file.close()
         return lock_folder(folder)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with contextlib.suppress(OSError):  # a full disk: who holds it stays unknown
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return file
 
 

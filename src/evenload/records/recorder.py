@@ -204,14 +204,13 @@ class _AppendOnlyFile:
         self._unwritten = b""
         self._is_full = False
         self._open()
+        self.write(b"")
 
     def _open(self) -> None:
         torn, empty = _inspect(self._path)
         self._file = self._path.open("ab", buffering=0)
-        if torn:
-            self._file.write(b"\n")
-        if empty:
-            self._file.write(lines.header_line(time.time()))
+        header = lines.header_line(time.time()) if empty else b""
+        self._unwritten = (b"\n" if torn else b"") + header + self._unwritten
 
     def write(self, line: bytes) -> None:
         """Append a line in one system call, unless the disk accepts only a part of it. OSError: too much waits for the disk."""
@@ -236,10 +235,16 @@ class _AppendOnlyFile:
     def _begin_anew(self) -> None:
         _print([f"evenload: RECORDS REMOVED: {self._path} was deleted while the run writes it; it begins anew"])
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file.close()
+        before = self._file
         self._open()
+        before.close()
 
     def close(self) -> None:
+        if self._unwritten:
+            with contextlib.suppress(OSError):
+                self.write(b"")
+        if self._unwritten:
+            _print([f"evenload: RECORDS LOST: {len(self._unwritten)} bytes of {self._path} could not be written"])
         self._file.close()
 
 

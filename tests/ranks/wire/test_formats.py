@@ -91,7 +91,7 @@ def _sums(groups: Groups, name: str) -> dict[str, Any]:
         norms.append([float(bucket.memory.norm) for bucket in buckets])
     layout = [[(slot.index, *span) for slot, span in zip(b.laid_out, spans(b), strict=True)] for b in buckets]
     errors = wire.state_dict()["errors"]
-    wire.gather()
+    wire.keep(wire.gather())
     gathered = wire.state_dict()["errors"]
     wire.close()
     return {

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import shutil
 import threading
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -315,3 +317,25 @@ def test_records_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.Capt
         recorder.close()
         assert [record.step for record in read_steps(folder)] == [*range(61)]
     assert capsys.readouterr().out.count("RECORDS WAIT") == 1
+
+
+def test_records_wait_while_a_removed_folder_cannot_be_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, open_file = tmp_path / "run", Path.open
+    recorder = Recorder(folder, total_steps=7)
+    shutil.rmtree(folder)
+
+    def refuse(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if mode == "ab":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, mode, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        for index in range(3):
+            recorder.step(make_step(index))
+    recorder.step(make_step(3))
+    recorder.close()
+    assert [record.step for record in read_steps(folder)] == [0, 1, 2, 3]
+    assert "RECORDS WAIT" in capsys.readouterr().out

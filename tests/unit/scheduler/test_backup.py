@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,12 @@ def test_a_repair_holds_back_jobs_that_began_after_the_backup(tmp_path: Path) ->
     with QueueStore(tmp_path, holder="test") as store:
         assert [job.id for job in store.queue_state.jobs.values() if job.is_held] == ["2"]
     assert audit(tmp_path) == []
+
+
+def test_a_queue_of_an_earlier_version_is_not_damaged(tmp_path: Path) -> None:
+    _submit(tmp_path, 1, 20)
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
+    assert backup.repair(tmp_path) == backup.Repair(())
+    assert _num_jobs(tmp_path) == 20 and not list(tmp_path.glob("*.damaged-*"))

@@ -323,8 +323,8 @@ class QueueState:
         used_s, state = self._now_s if until_s is None else until_s, changes.get("state", job.state)
         new = replace(
             job,
-            held_s=job.held_until(used_s),
-            service_device_s=job.service_until(used_s),
+            held_s=max(0.0, job.held_until(used_s)),
+            service_device_s=max(0.0, job.service_until(used_s)),
             waited_s=job.waited_until(self._now_s),
             accounted_s=self._now_s,
             since_s=job.since_s if state is job.state else used_s,

@@ -74,8 +74,12 @@ def _write_result(folder: Path, result: RunnerResult) -> None:
             return
         except OSError as error:
             print(f"the result can't be written: {error}", file=sys.stderr, flush=True)
-            if not folder.exists():
+            try:
+                folder.stat()
+            except FileNotFoundError:
                 return
+            except OSError:  # a file system that is away may come back
+                pass
             time.sleep(_RETRY_S)
 
 

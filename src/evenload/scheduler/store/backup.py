@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import time
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from evenload.scheduler.paths import BACKUPS, log_path
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.lock import WriterLock
-from evenload.scheduler.store.schema import DATABASE, MIGRATIONS, migrate
+from evenload.scheduler.store.schema import DATABASE, MIGRATIONS, migrate, version_of
 from evenload.scheduler.store.writer import LOCK, QueueStore
 
 NUM_KEPT = 3
@@ -104,23 +105,25 @@ def repair(folder: Path) -> Repair:
             raise QueueError(
                 f"neither {folder / DATABASE} nor a backup in {folder / BACKUPS} has an event that can be read"
             )
-        made = folder / f"{DATABASE}.repaired"
-        for suffix in ("", "-wal", "-shm"):
-            made.with_name(made.name + suffix).unlink(missing_ok=True)
+        made = folder / "repaired" / DATABASE
+        shutil.rmtree(made.parent, ignore_errors=True)
+        made.parent.mkdir(mode=0o700)
         num = _write(made, log)
+        held = _hold_begun(made.parent, folder)
         damaged = folder / f"{DATABASE}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         for suffix in ("-wal", "-shm", ""):
             with contextlib.suppress(FileNotFoundError):
                 (folder / f"{DATABASE}{suffix}").replace(damaged.with_name(damaged.name + suffix))
         made.replace(folder / DATABASE)
+        shutil.rmtree(made.parent, ignore_errors=True)
     finally:
         lock.release()
-    return Repair(tuple(problems), num, min(num, num_from_backup), backup, damaged, _hold_begun(folder))
+    return Repair(tuple(problems), num, min(num, num_from_backup), backup, damaged, held)
 
 
-def _hold_begun(folder: Path) -> tuple[str, ...]:
-    """Hold back the waiting jobs whose output is newer than their last attempt."""
-    with QueueStore(folder, holder="evenload queue repair") as store:
+def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
+    """Hold back the waiting jobs of the queue in `made` whose output in `folder` is newer than their last attempt."""
+    with QueueStore(made, holder="evenload queue repair") as store:
         waiting = [job for job in store.queue_state.jobs.values() if job.state is JobState.PENDING and not job.is_held]
         held = []
         for job in waiting:
@@ -134,6 +137,10 @@ def _hold_begun(folder: Path) -> tuple[str, ...]:
 
 
 def _problems(folder: Path) -> list[str]:
+    with contextlib.suppress(sqlite3.Error, QueueError), contextlib.closing(_reading(folder / DATABASE)) as connection:
+        if 0 < version_of(connection) < len(MIGRATIONS):
+            with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as writing:
+                migrate(writing, tables.refold)
     try:
         return audit(folder)
     except (sqlite3.Error, QueueError, ValueError, KeyError, TypeError) as error:

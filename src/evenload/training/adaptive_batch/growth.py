@@ -101,7 +101,7 @@ class BatchGrowth(PlanSource):
 
     def next_batch_size(self) -> int:
         before, choice = self.now, None
-        integers = None
+        integers = [before.batch_size, round(before.noise * _PARTS)]  # what holds if rank 0 is lost in this exchange
         if self._planner.rank == 0:
             choice = self._decide()
             size = before.batch_size if choice is None else choice.batch_size

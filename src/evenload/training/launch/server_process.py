@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def allow_losses(launch_dir: str) -> None:
 def give_up(launch_dir: str, rank: int) -> None:
     """Let the supervisor end a worker that hangs: it might never end by itself."""
     if launch_dir:
-        with Path(launch_dir, _GIVEN_UP_FILE).open("a") as file:
+        with contextlib.suppress(OSError), Path(launch_dir, _GIVEN_UP_FILE).open("a") as file:
             file.write(f"{rank}\n")
 
 
@@ -86,8 +87,9 @@ class LostWorkers:
         rank = worker.spec.rank
         if rank in self._ranks:
             return True
-        was_killed = worker.poll() is not None and failure.kind.startswith("killed by ")
-        if rank == 0 or not was_killed or not may_lose(self._folder):
+        # A worker that was given up and comes back before it is killed ends by itself: it is told so.
+        was_killed = failure.kind.startswith("killed by ") or rank in self._given_up
+        if rank == 0 or worker.poll() is None or not was_killed or not may_lose(self._folder):
             return False
         self._ranks.add(rank)
         self._print_line(f"evenload: {failure.text(worker.spec.device)}\nevenload: the run goes on without rank {rank}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -252,9 +253,11 @@ def _open_records(
         takes_over=takes_over,
     )
     if writes:
-        records.settings(as_table(config))
-        if spec.launch_dir:
-            write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
+        # The rank before has written both; a full disk is no reason to end the run.
+        with contextlib.suppress(OSError) if takes_over else contextlib.nullcontext():
+            records.settings(as_table(config))
+            if spec.launch_dir:
+                write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
     return records
 
 
@@ -365,7 +368,12 @@ def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
     new.mkdir(exist_ok=True)
     lock = lock_folder(new)  # no other run may begin in it before this one
     shutil.move(folder, aside)
-    new.rename(folder)
+    try:
+        new.rename(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} is in use by another process, which begins it anew ({error})"
+        ) from error
     for name, changed_ns in _contents(aside).items():
         is_new = name not in old or (changed_ns != old[name] and not (aside / name).is_dir())
         if is_new and name != LOCK_FILE:

@@ -256,8 +256,8 @@ def _island_planner(
         announce=announce,
         is_guess=is_guess,
     )
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, Sized) and not (loader.drop_last or is_guess):
-        planner.check_last_batch(len(loader.sampler) % batch_size)
+    if isinstance(loader, DataLoader) and checks.has_plain_batches(loader) and not (loader.drop_last or is_guess):
+        planner.check_last_batch(len(loader.sampler) % batch_size if isinstance(loader.sampler, Sized) else 0)
     return planner
 
 

@@ -372,7 +372,7 @@ class Saver:
             context.loop.step.commit()
         failure: CheckpointError | None = None
         if context.wire is not None:
-            context.control.guarded(context.wire.gather)
+            context.wire.keep(context.control.guarded(context.wire.gather))
         if self.islands is not None:
             self.islands.gather()
         with context.clock.segment("other"):

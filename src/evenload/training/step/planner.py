@@ -282,7 +282,9 @@ class Planner(StepsInOrder):
         if decision is not None:
             leaves = [int(r > 0 and not share and self.may_leave[r]) for r, share in enumerate(decision.shares)]
             integers = [decision.num_micro, *decision.shares, *leaves]
-        count, *parts = self._control.agree(integers)
+        if not (agreed := self._control.agree(integers or [])):
+            return  # rank 0 was lost in this exchange, and its decision with it
+        count, *parts = agreed
         shares, flags = parts[: self.world_size], parts[self.world_size :]
         out = tuple(rank for rank, leaves in enumerate(flags) if leaves)
         from_step = step + LEAD_STEPS

@@ -24,7 +24,7 @@ from evenload.training.parallel.asynchronous.messages import Handout, PartGradie
 
 _POLL_S = 0.2
 """Time between two looks at requests to stop and at workers that hang."""
-_LEAST_HANG_S, _HANG_PARTS = 60.0, 20
+_LEAST_HANG_S, _HANG_PARTS = 300.0, 20
 """A worker hangs if it computes a part for so long, and so many times as long as the one before; or for `timeout_s`."""
 
 

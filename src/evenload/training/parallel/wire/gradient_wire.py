@@ -158,14 +158,25 @@ class GradientWire:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Move the errors of all ranks to rank 0, so that its `state_dict` holds all. All ranks call it."""
-        if self.format is None or self._groups.gradients is None:
-            return
-        sums = {bucket: self._error(bucket).clone() for bucket in self._buckets}  # a rank may be lost meanwhile
-        for total in sums.values():
+    def gather(self) -> dict[Bucket, torch.Tensor] | None:
+        """Return the errors of all ranks on rank 0, none on the others; all ranks call it, and then `keep`.
+
+        None before the first call of a generation: a rank that has joined has no buckets yet.
+        """
+        if self.format is None or self._groups.gradients is None or self._built_for != self._groups.generation.number:
+            return None
+        sums = {}
+        for bucket in self._buckets:
+            total = self._error(bucket).clone()  # a rank may be lost meanwhile, and the sum repeated
             self._groups.sum_async(total).wait()
-        self._errors = sums if self._groups.rank == 0 else {}
+            if self._groups.rank == 0:
+                sums[bucket] = total
+        return sums
+
+    def keep(self, errors: dict[Bucket, torch.Tensor] | None) -> None:
+        """Hold what `gather` returned, so that rank 0's `state_dict` has all errors."""
+        if errors is not None:
+            self._errors = errors
 
     def forget(self) -> None:
         """Drop the errors of this rank, which has missed a step: the others have used them."""

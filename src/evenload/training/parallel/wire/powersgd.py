@@ -24,6 +24,9 @@ from evenload.balance.wire_bytes import POWERSGD_RANK, is_compressed
 from evenload.training.comm.wire_groups import WireGroups
 from evenload.training.parallel.wire.bucket_sum import BucketSum, Matrix, Steps
 
+_TIMED_VALUES = 1 << 20
+"""Of a matrix whose shape is timed: a whole embedding might not fit into what is left of a device."""
+
 
 class PowerSGD:
     name = "powersgd"
@@ -71,10 +74,14 @@ class PowerSGD:
 
 
 def powersgd_seconds(matrices: Sequence[tuple[int, int]], device: torch.device) -> float:
-    """Return the seconds that a rank computes for one sum of matrices of these shapes; each shape is timed twice."""
+    """Return the seconds that a rank computes for one sum of matrices of these shapes.
+
+    Each shape is timed twice, with as many rows as take 4 MiB: its time is proportional to them.
+    """
     total_s = 0.0
     for (num_rows, num_columns), count in Counter(one for one in matrices if is_compressed(*one)).items():
-        matrix = torch.ones(num_rows, num_columns, device=device)
+        timed_rows = min(num_rows, max(POWERSGD_RANK, _TIMED_VALUES // num_columns))
+        matrix = torch.ones(timed_rows, num_columns, device=device)
         start = torch.ones(num_columns, POWERSGD_RANK, device=device)
         for _ in range(2):
             began_s = time.perf_counter()
@@ -85,7 +92,7 @@ def powersgd_seconds(matrices: Sequence[tuple[int, int]], device: torch.device) 
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began_s
-        total_s += count * seconds
+        total_s += count * seconds * num_rows / timed_rows
     return total_s
 
 
