@@ -124,8 +124,9 @@ class MembershipDecider:
 
     @property
     def num_restarts(self) -> int:
-        """At the place that has had most."""
-        return max(self._num_restarts.values(), default=0)
+        """At the place that has had most, without workers that have not joined."""
+        joining = Counter(self.places[name].index for name in (*self._joiners, *(s.worker for s in self._to_start)))
+        return max((self._num_restarts - joining).values(), default=0)
 
     @property
     def staying(self) -> tuple[str, ...]:
@@ -295,8 +296,6 @@ class MembershipDecider:
         joining = [worker for worker in self._joiners if worker not in self.members]
         for worker in joining:
             del self._joiners[worker]
-        ended = (*joining, *(start.worker for start in self._to_start))
-        self._num_restarts -= Counter(self.places[worker].index for worker in ended)
         self._to_start.clear()
         return [EndWorker(worker) for worker in joining]
 

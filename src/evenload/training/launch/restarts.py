@@ -18,7 +18,6 @@ from evenload.records.reader import is_run, last_step_in
 from evenload.records.recorder import append_event
 from evenload.records.values import RunEvent
 from evenload.rendezvous.peer_monitor import FailureCause
-from evenload.training.launch.changeable_members import ChangeableMembers
 from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.membership_decider import DELAYS_S
 from evenload.training.launch.request import LaunchRequest
@@ -37,14 +36,15 @@ def restart(
     text: str,
     folder: Path | None,
     began_s: float,
-    members: ChangeableMembers,
+    before: tuple[int, str],
     print_line: Callable[[str], None],
 ) -> tuple[LaunchRequest | None, str]:
     """Return the next launch, after a line and an event, or None; and the report: `text`, and why it doesn't start again.
 
-    `folder`: the run's, None before `evenload.init`; `began_s`: when these ranks started (since 1970).
+    `folder`: the run's, None before `evenload.init`; `began_s`: when these ranks started (since 1970); `before`: what
+    `ChangeableMembers.for_restart` returned before the ranks were ended.
     """
-    (used, devices), limit = members.for_restart(), request.max_restarts
+    (used, devices), limit = before, request.max_restarts
     is_training = request.mode == "train" and not request.call and not request.settings.get("dry_run")
     if not is_training or not limit or stop_requested():
         return None, text
@@ -61,7 +61,7 @@ def restart(
     again = f", {num_steps} step{'s are' if num_steps > 1 else ' is'} done again" if num_steps else ""
     head, _, why = text.partition("\nthe run can't go on: ")
     reason = head.splitlines()[0] + (f"; the run can't go on: {why}" if why else "")
-    line = f"{reason}; it starts again {where}{again} (restart {used + 1} of {limit})"
+    line = f"{reason}; {'it' if why else 'the run'} starts again {where}{again} (restart {used + 1} of {limit})"
     print_line(f"evenload: {line}")
     if folder is not None and is_run(folder):
         seconds = time.time() - max(began_s, saved.time if saved is not None else 0.0)

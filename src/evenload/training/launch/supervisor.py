@@ -129,7 +129,6 @@ class _Supervisor:
         if request.view is not None:
             request.view.before_print = self._outputs.end_open_lines
         self.following: LaunchRequest | None = None
-        """The launch by which the run starts again."""
         self.received_signals: list[int] = []
         """SIGINT and SIGTERM. The first is forwarded to ranks that can save and stop by themselves; otherwise, and by a second
         one, the ranks are ended."""
@@ -366,12 +365,13 @@ class _Supervisor:
                 break
             self._tick()
         cause = self._peers.end_cause or self._causes()[0]
+        text, members = cause.text, self._members
+        before = members.for_restart() if cause.lost and isinstance(members, ChangeableMembers) else None
         self._peers.end_run(cause)
         self._end_all()
-        text = cause.text
-        if cause.lost and not self.received_signals and isinstance(self._members, ChangeableMembers):
+        if before is not None and not self.received_signals:
             folder, print_line = read_run_folder(self._folder), self._outputs.print_line
-            self.following, text = restart(self._request, text, folder, self._began_s, self._members, print_line)
+            self.following, text = restart(self._request, text, folder, self._began_s, before, print_line)
         self._close_output()
         if self.following is None:
             self._report(text)
