@@ -91,6 +91,8 @@ def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(num_micro: int) 
 # Where the worker dies while a sample travels, torch's loader opens files to find out whether it is out of descriptors.
 @pytest.mark.filterwarnings("ignore:unclosed file <_io.BufferedRandom:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
+# The signal of its death may arrive while Hypothesis counts a collection of garbage.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function gc_:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_is_killed_is_started_again(persistent: bool) -> None:
     data = KilledOnce(90)

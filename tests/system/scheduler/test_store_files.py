@@ -192,9 +192,9 @@ def test_the_next_version_is_reached_in_whole_steps(tmp_path: Path) -> None:
     assert folded.ledger.queue_state.users == stored.ledger.queue_state.users and folded.programs == stored.programs
     connection.close()
     for opens in (lambda: QueueStore(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
-        with pytest.raises(
-            QueueError, match=r"has schema 2, this version of Evenload knows 1: .*a newer one; use that"
-        ):
+        known = len(MIGRATIONS)
+        newer = rf"has schema {known + 1}, this version of Evenload knows {known}: .*a newer one; use that"
+        with pytest.raises(QueueError, match=newer):
             opens()
 
 
@@ -202,5 +202,5 @@ def test_a_reader_does_not_guess_at_an_older_version(tmp_path: Path) -> None:
     old = sqlite3.connect(tmp_path / DATABASE)
     old.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     old.close()
-    with pytest.raises(QueueError, match="has schema 0, this version reads 1: start its daemon once"):
+    with pytest.raises(QueueError, match=rf"has schema 0, this version reads {len(MIGRATIONS)}: start its daemon once"):
         Reader(tmp_path)

@@ -63,7 +63,10 @@ _FIRST = Migration(
     )
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST,)
+_BILLED_FROM_START = Migration((), refolds=True)
+"""Attempts began when they got their devices; now when their program may start."""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _BILLED_FROM_START)
 
 
 def version_of(connection: sqlite3.Connection) -> int:

@@ -222,27 +222,29 @@ class Control:
         return PeerLostError(f"another rank is gone while rank {self._groups.rank} {_DOING[operation]} ({error})")
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
-        """Return rank 0's integers, one at least, on all ranks. The others pass None, or what they would send in its place.
+        """Return rank 0's integers on all ranks. The others pass None, or what they would send in its place.
 
-        LaunchError: rank 0 was lost before it could send them, and the next one has none.
+        LaunchError: rank 0 was lost before it could send them, and the next one has None.
         """
         agreed = self.guarded(lambda: self._agree(values))
-        if not agreed:
+        if agreed is None:
             raise LaunchError(
                 "rank 0 is lost, and with it what it alone had decided, such as the order of the script's own sampler; start "
                 "the same command again: the run goes on at its newest checkpoint"
             )
         return agreed
 
-    def _agree(self, values: Sequence[int] | None) -> list[int]:
+    def _agree(self, values: Sequence[int] | None) -> list[int] | None:
         if self._groups.control is None:
-            return list(values or ())
+            return None if values is None else list(values)
         own = list(values or ()) if self._groups.rank == 0 else []
         # One exchange is enough for a few integers, as nearly always.
         fits = len(own) <= CAPACITY - 2 and all(-_MAX_EXACT < value < _MAX_EXACT for value in own)
-        first = [float(fits), float(len(own)), *(map(float, own) if fits else ())]
+        first = [float(fits), -1.0 if values is None else float(len(own)), *(map(float, own) if fits else ())]
         row = self.exchange(Operation.AGREE, [*first, *[0.0] * (CAPACITY - len(first))])[0]
         length = int(row[1])
+        if length < 0:
+            return None
         if row[0]:
             return [int(value) for value in row[2 : 2 + length]]
         tensor = torch.tensor(own, dtype=torch.int64) if own else torch.empty(length, dtype=torch.int64)

@@ -305,8 +305,8 @@ class IslandSynchroniser(StepListener):
         shares: list[int] | None = None
         if isinstance(planner, IslandPlanner) and planner.adapts_parts:
             decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
-            shares = context.control.agree([0] if decision is None else decision.shares)
-            if any(shares):
+            shares = context.control.agree([] if decision is None else decision.shares)
+            if shares:
                 self._divide(shares)
         context.recorder.event(
             "synchronised",
