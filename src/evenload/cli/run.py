@@ -72,7 +72,7 @@ def run(
             "--max-restarts",
             "--max_restarts",
             metavar="N",
-            help="Restarts of a lost rank on each device of this machine (3); joins and leaves don't count.",
+            help="Restarts of a lost rank on each device of this machine, or of all ranks (3); joins and leaves don't count.",
         ),
     ] = None,
     nnodes: Annotated[str | None, typer.Option("--nnodes", hidden=True)] = None,

@@ -43,15 +43,14 @@ def read_events(folder: Path) -> list[RunEvent]:
     return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, RunEvent)]
 
 
-def last_step_in(folder: Path) -> int:
-    """Return the newest step of training that the records hold; -1 without one."""
+def last_step_in(folder: Path, since_s: float = 0.0) -> int:
+    """Return the newest step of training that the records hold, of those written since then (since 1970); -1 without one."""
     try:
         with (folder / STEPS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             found = map(parse_line, file.read().splitlines())
-            return max(
-                (record.step for record in found if isinstance(record, StepRecord) and not record.arm), default=-1
-            )
+            steps = (record for record in found if isinstance(record, StepRecord) and not record.arm)
+            return max((record.step for record in steps if record.time >= since_s), default=-1)
     except OSError:
         return -1
 

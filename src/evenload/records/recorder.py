@@ -196,6 +196,12 @@ class Recorder:
             _print(self._console.add(record))
 
 
+def append_event(folder: Path, event: RunEvent) -> None:
+    """Write one event into the folder of a run that no process writes. OSError: the folder is not writable."""
+    with contextlib.closing(_AppendOnlyFile(folder / lines.EVENTS_FILE)) as file:
+        file.write(lines.event_line(event))
+
+
 class _AppendOnlyFile:
     """A file of records; what a full disk does not take is kept, and written once there is room."""
 

@@ -37,6 +37,8 @@ class FailureCause:
     """The failure is only that another rank is gone; never the cause of the end."""
     time_s: float = 0.0
     """Since the epoch, by the coordinator's clock."""
+    lost: bool = False
+    """A process or device is gone, and neither the script nor a request to stop is the reason."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ raise KeyError("the cause")
 
 
 def test_a_killed_worker_is_named_with_its_signal_and_all_ends(tmp_path):
-    with Started(tmp_path, FOREVER, "-d", "cpu:2") as started:
+    with Started(tmp_path, FOREVER, "-d", "cpu:2", "--max-restarts", "0") as started:
         pids = started.wait_ready()
         os.kill(pids[1], signal.SIGKILL)
         code, _, stderr = started.end()

@@ -134,7 +134,8 @@ def test_it_grows_and_shrinks_without_a_stop(tmp_path: Path) -> None:
     assert not done.preempted_s and done.num_restarts == 0
     assert [len(attempt["devices"]) for attempt in attempts] == [1, 2, 1]
     held = sum(len(a["devices"]) * (a["ended_s"] - a["began_s"]) for a in attempts)
-    assert done.service_device_s == pytest.approx(held, abs=0.01), "the rows hold all of its device-hours"
+    # It is billed from the start of its program, and its devices are counted from the placement.
+    assert held - 0.01 <= done.service_device_s <= held + 10.0, "the rows hold its device-hours"
     assert [int(line) for line in (folder / "steps").read_text().split()] == list(range(NUM_STEPS))
 
     alone.mkdir()

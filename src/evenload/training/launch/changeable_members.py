@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evenload.errors import ConfigError
-from evenload.training.launch.devices import RankDevice
+from evenload.training.launch.devices import RankDevice, read_host
 from evenload.training.launch.environment import WorkerSpec, at_device
 from evenload.training.launch.membership_decider import MembershipDecider
 from evenload.training.launch.remote_workers import place_of
@@ -23,6 +23,20 @@ class ChangeableMembers(RunMembers):
     def has_leavers(self) -> bool:
         """True while a worker that has left still runs."""
         return len(self.workers) > len(self._decider.members if self._decider is not None else self._workers)
+
+    def for_restart(self) -> tuple[int, str]:
+        """Return how many restarts a place has had at most, and the devices as ``-d`` names them now."""
+        request, decider = self._host.request, self._decider
+        places = [] if decider is None else sorted(decider.places[name].index for name in decider.staying)
+        used = request.num_restarts if decider is None else decider.num_restarts
+        if places in ([], [*range(len(self._places))]):
+            return used, request.devices
+        indices = {gpu.uuid: str(gpu.index) for gpu in read_host().gpus}  # a queue changes which GPUs CUDA counts here
+        ranks = []
+        for device in (self._devices[index] for index in places):
+            names = [name.removeprefix("cuda:") for name in device.devices or (device.device,)]
+            ranks.append("+".join(indices.get(uuid, "") for uuid in device.uuids) or "+".join(names))
+        return used, ",".join(ranks)
 
     def why_not_change(self) -> str:
         """Return why the members of this run can't change now; empty if they can."""

@@ -16,11 +16,12 @@ from typing import Any
 from evenload.rendezvous.rank_backends import common_backend
 from evenload.training.launch.membership_messages import LostWorker, MembershipChange, from_line, to_line
 
-_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
-"""Before the first, second, ... restart at one place: a device that fails again and again must not take time from the others."""
+DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+"""Before the first, second, ... restart at one place, or of all: what fails again and again must not take time from others."""
 
 _NUM_LOSSES = 20
 """Losses that the report of an end names; every machine is sent them with each change."""
+
 
 NOT_BEGUN = "training has not begun"
 LOOP_ENDED = "the training loop has ended"
@@ -83,8 +84,10 @@ Instruction = SendChange | StartWorker | EndWorker | EndRun | Notice
 class MembershipDecider:
     """The members of a run, those on their way in or out, and the restarts that each place has left."""
 
-    def __init__(self, places: Mapping[str, WorkerPlace], store: str, max_restarts: int) -> None:
-        """`places`: those of the first members, by rank; `max_restarts`: restarts of lost workers at each place."""
+    def __init__(self, places: Mapping[str, WorkerPlace], store: str, max_restarts: int, num_restarts: int = 0) -> None:
+        """`places`: those of the first members, by rank; `max_restarts`: restarts of lost workers at each place, of which
+        `num_restarts` have happened.
+        """
         self.members = tuple(places)
         """Members of the newest change, sent or in effect; the index is the rank."""
         self.places = dict(places)
@@ -104,7 +107,7 @@ class MembershipDecider:
         self._lost: dict[str, LostWorker] = {}
         """Since the change that took effect last."""
         self._to_start: list[StartWorker] = []
-        self._num_restarts: Counter[int] = Counter()
+        self._num_restarts = Counter({place.index: num_restarts for place in places.values() if num_restarts})
         self._num_started = len(self.members)
         self._finished = False
 
@@ -118,6 +121,12 @@ class MembershipDecider:
     def pending(self) -> MembershipChange | None:
         """The change that has not taken effect."""
         return self._pending
+
+    @property
+    def num_restarts(self) -> int:
+        """At the place that has had most, without workers that have not joined."""
+        joining = Counter(self.places[name].index for name in (*self._joiners, *(s.worker for s in self._to_start)))
+        return max((self._num_restarts - joining).values(), default=0)
 
     @property
     def staying(self) -> tuple[str, ...]:
@@ -351,7 +360,7 @@ class MembershipDecider:
             self._leaving = [worker for worker in self._leaving if worker != loss.worker]
         elif restart and used < self._max_restarts:
             self._num_restarts[place.index] += 1
-            self._to_start.append(self._successor(place, _DELAYS_S[min(used, len(_DELAYS_S) - 1)]))
+            self._to_start.append(self._successor(place, DELAYS_S[min(used, len(DELAYS_S) - 1)]))
             text += f"; it is restarted ({used + 1} of {self._max_restarts})"
         elif restart:
             limit = f"its {used} restarts are used up" if used else "restarts are off"

@@ -43,7 +43,9 @@ class LaunchRequest:
     """`WorkerSpec.call`."""
     view: ProgressView | None = None
     max_restarts: int = MAX_RESTARTS
-    """Restarts of lost workers at each device; joins and leaves don't count."""
+    """Restarts of lost workers at each device, or of all; joins and leaves don't count."""
+    num_restarts: int = 0
+    """Restarts before this launch, of which all workers were the last."""
 
 
 def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[WorkerSpec, ...]:

@@ -20,6 +20,8 @@ from evenload.job.processes import ProcessIdentity, identity_of, is_alive
 
 LAUNCH_FILE = "launch.json"
 """File in the run folder while the run is in progress: the socket, the supervisor's process, and the members."""
+RUN_FOLDER_FILE = "run_folder"
+"""File in the launch folder to which rank 0 writes the path of the run folder."""
 _SOCKET = "control"
 _MOST_BYTES = 65536
 _MOST_ADDRESS_BYTES = 100
@@ -107,6 +109,12 @@ class RunControl:
             self._waiting.append(connection)
             return
         connection.close()
+
+
+def read_run_folder(launch_folder: Path) -> Path | None:
+    """Return the folder of the newest run of a launch; None before `evenload.init`."""
+    path = launch_folder / RUN_FOLDER_FILE
+    return Path(path.read_text().strip()) if path.exists() else None
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -109,7 +109,8 @@ class RunMembers:
             }
         if elastic:
             self._specs = dict(enumerate(specs))
-            self._decider = MembershipDecider(self._places, specs[0].store, self._host.request.max_restarts)
+            request = self._host.request
+            self._decider = MembershipDecider(self._places, specs[0].store, request.max_restarts, request.num_restarts)
         self._machines.take_over(len(self._places), {place.node for place in self._places.values()})
         for spec in specs:
             self._workers[spec.worker] = self._host.start(spec, with_channel=elastic)
@@ -404,7 +405,7 @@ class RunMembers:
                     if name in self._workers:
                         self._forget(name)
                 case EndRun(reason):
-                    self.end_cause = FailureCause(reason, 1, time_s=time.time())
+                    self.end_cause = FailureCause(reason, 1, time_s=time.time(), lost=True)
                 case Notice(text):
                     self._print(text)
 

@@ -16,12 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from evenload.atomic_file import read_reserved, reserve, write_reserved
+from evenload.job import EXIT_CODE, grace_left_s
 
 _ABORT_FILE = "stop-end"
 _TERM_WAIT_S = 3.0
 """Time for a worker's clean-up before it is killed."""
 _SAVE_WAIT_S = 15.0
 """Time for rank 0 to notice the signal, after which it writes the last checkpoint."""
+_NOT_SAVED = (
+    "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
+    "SIGTERM itself"
+)
 _SAVING_S = 1200.0
 """Time for the last checkpoint; a device that hangs behind a lost peer would never let it end."""
 
@@ -89,6 +94,16 @@ def has_time(launch_dir: Path, worker: str, is_main: bool, asked_s: float) -> bo
     status = _read(launch_dir, worker) if is_main else StopStatus.CLOSED
     limits_s = {StopStatus.CAN_SAVE: _SAVE_WAIT_S, StopStatus.SAVING: _SAVING_S}
     return time.monotonic() - asked_s < limits_s.get(status, _TERM_WAIT_S)
+
+
+def end_by_signal(status: StopStatus, number: int, trains: bool) -> tuple[int, str]:
+    """Return the exit code of a launch whose ranks a signal ends at once, and what to add to its message."""
+    if status is StopStatus.CANNOT_SAVE:
+        return 128 + number, f"; {_NOT_SAVED}"
+    if status is StopStatus.NOT_STARTED and trains and grace_left_s() is not None:
+        return EXIT_CODE, " before the first step: nothing is lost"
+    at_once = " at once, by the second signal; the next start goes on from the newest checkpoint"
+    return 128 + number, at_once if status is StopStatus.CAN_SAVE else ""
 
 
 def write_abort(launch_dir: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenload.errors import LaunchError
-from evenload.job import EXIT_CODE, grace_left_s
+from evenload.job import EXIT_CODE
 from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor, Takeover, cause_of_loss
 from evenload.training.launch import stop_status
 from evenload.training.launch.changeable_members import ChangeableMembers
@@ -36,7 +36,8 @@ from evenload.training.launch.relayed_members import RelayedMembers
 from evenload.training.launch.remote_workers import RemoteWorker
 from evenload.training.launch.replicas import make_throttle
 from evenload.training.launch.request import LaunchRequest, plan
-from evenload.training.launch.run_control import RunControl
+from evenload.training.launch.restarts import cause_of, restart, wait_before
+from evenload.training.launch.run_control import RunControl, read_run_folder
 from evenload.training.launch.run_members import RunMembers
 from evenload.training.launch.server_process import LostWorkers, with_servers_speed
 from evenload.training.launch.stop_signals import collect_stop_signals
@@ -44,14 +45,6 @@ from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
 from evenload.training.launch.throttle import ThrottleController
 from evenload.training.launch.worker import end_process
-
-RUN_FOLDER_FILE = "run_folder"
-"""File in the launch folder to which rank 0 writes the path of the run folder."""
-
-_NOT_SAVED = (
-    "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
-    "SIGTERM itself"
-)
 
 if TYPE_CHECKING:
     from evenload.rendezvous.settings import RendezvousConfig
@@ -79,19 +72,26 @@ def launch(
     0: all ended well. 75: all ranks saved and ended on request. 130 and 143: ended by SIGINT or SIGTERM. Otherwise the
     code of the worker that failed, after ``report`` received its error. Nothing of the launch is left in any case. With
     ``exits_afterwards`` SIGINT and SIGTERM are ignored from then on. Errors as in `plan`, and LaunchError for the port.
+    A run that can't go on without a rank that was lost may start again (`restarts`).
     """
-    host = read_host()
-    workers = plan(request, host)
-    for problem in host.problems:
-        _print(problem)
-    folder = Path(tempfile.mkdtemp(prefix="evenload-"))
-    supervisor = _Supervisor(request, folder, report)
-    try:
-        with collect_stop_signals(supervisor.received_signals, exits_afterwards):
-            code = supervisor.run(workers, own_cores(workers, host))
-    finally:
-        supervisor.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    received: list[int] = []
+    following: LaunchRequest | None = request
+    with collect_stop_signals(received, exits_afterwards):
+        while following is not None:
+            wait_before(following, received)
+            host = read_host()
+            workers = plan(following, host)
+            for problem in host.problems:
+                _print(problem)
+            folder = Path(tempfile.mkdtemp(prefix="evenload-"))
+            supervisor = _Supervisor(following, folder, report)
+            supervisor.received_signals = received
+            try:
+                code = supervisor.run(workers, own_cores(workers, host))
+            finally:
+                supervisor.close()
+                shutil.rmtree(folder, ignore_errors=True)
+            following = supervisor.following
     if exits_afterwards and supervisor.store_is_starting:
         end_process(code)  # the interpreter would wait seconds for the import of torch
     return code
@@ -104,6 +104,7 @@ def _print(text: str) -> None:
 class _Supervisor:
     def __init__(self, request: LaunchRequest, folder: Path, report: Callable[[str], None]) -> None:
         self._request = request
+        self._began_s = time.time()
         self._report = report
         self._folder = folder
         self._outputs = WorkerOutputs()
@@ -127,6 +128,7 @@ class _Supervisor:
         self._outputs.view = request.view
         if request.view is not None:
             request.view.before_print = self._outputs.end_open_lines
+        self.following: LaunchRequest | None = None
         self.received_signals: list[int] = []
         """SIGINT and SIGTERM. The first is forwarded to ranks that can save and stop by themselves; otherwise, and by a second
         one, the ranks are ended."""
@@ -297,10 +299,7 @@ class _Supervisor:
         self._members.poll()
         if self._throttle is not None:
             self._throttle.poll()
-        if self._run_folder is None and (self._folder / RUN_FOLDER_FILE).exists():
-            self._run_folder = Path((self._folder / RUN_FOLDER_FILE).read_text().strip())
-            if self._view is not None:
-                self._view.follow(self._run_folder)
+        self._run_folder = self._run_folder or read_run_folder(self._folder)
         if self._control is not None and isinstance(self._members, ChangeableMembers):
             members, settings = self._members, self._request.settings
             self._control.poll(lambda text: change_devices(members, text, settings), members.changes)
@@ -309,6 +308,8 @@ class _Supervisor:
             if self._run_folder is not None and not self.received_signals:
                 self._control.announce(self._run_folder, self._members.describe())
         if self._view is not None:
+            if self._run_folder is not None:
+                self._view.follow(self._run_folder)
             self._view.poll()
 
     def _causes(self) -> list[FailureCause]:
@@ -330,8 +331,7 @@ class _Supervisor:
         for name, failure in failures.items():
             if self._lost.takes(workers[name], failure):
                 continue
-            text = failure.text(self._members.where(name)) + rest
-            self._causes_by_worker[name] = FailureCause(text, failure.exit_code, failure.consequence, failure.time_s)
+            self._causes_by_worker[name] = cause_of(failure, failure.text(self._members.where(name)) + rest)
         lost_members = [self._members.end_cause] if self._members.end_cause is not None else []
         causes = [*self._causes_by_worker.values(), *lost_members]
         return sorted(causes, key=lambda cause: (cause.consequence, cause.time_s))
@@ -365,10 +365,16 @@ class _Supervisor:
                 break
             self._tick()
         cause = self._peers.end_cause or self._causes()[0]
+        text, members = cause.text, self._members
+        before = members.for_restart() if cause.lost and isinstance(members, ChangeableMembers) else None
         self._peers.end_run(cause)
         self._end_all()
+        if before is not None and not self.received_signals:
+            folder, print_line = read_run_folder(self._folder), self._outputs.print_line
+            self.following, text = restart(self._request, text, folder, self._began_s, before, print_line)
         self._close_output()
-        self._report(cause.text)
+        if self.following is None:
+            self._report(text)
         return cause.exit_code
 
     def _end_by_signal(self) -> int:
@@ -377,14 +383,8 @@ class _Supervisor:
         on = f" on {self._machine}" if self._machine else ""
         num_ranks = len(self._members.workers) if isinstance(self._members, RunMembers) else self._num_ranks
         count = f"the {num_ranks} ranks" if num_ranks > 1 else "the run"
-        code, why = 128 + number, ""
         status = StopStatus.CAN_SAVE if self._stop_forwarded else self._stop_status()
-        if status is StopStatus.CANNOT_SAVE:
-            why = f"; {_NOT_SAVED}"
-        elif status is StopStatus.NOT_STARTED and self._request.mode == "train" and grace_left_s() is not None:
-            code, why = EXIT_CODE, " before the first step: nothing is lost"
-        elif status is StopStatus.CAN_SAVE:
-            why = " at once, by the second signal; the next start goes on from the newest checkpoint"
+        code, why = stop_status.end_by_signal(status, number, self._request.mode == "train")
         self._peers.end_run(FailureCause(f"{name}{on}: {count} ended{why}", code, time_s=time.time()))
         self._end_all()
         self._close_output()
@@ -416,5 +416,5 @@ class _Supervisor:
         self._outputs.drain()
         self._outputs.view = None
         view, self._view = self._view, None
-        if view is not None:
+        if view is not None and self.following is None:
             view.close()

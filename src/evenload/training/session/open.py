@@ -41,8 +41,8 @@ from evenload.training.data.randomness import mix
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
+from evenload.training.launch.run_control import RUN_FOLDER_FILE
 from evenload.training.launch.server_process import allow_losses
-from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.launch.uncaught import report_uncaught
 from evenload.training.parallel.factory import StrategyParts, open_strategy

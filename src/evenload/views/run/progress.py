@@ -23,7 +23,7 @@ MIN_STEPS = 3
 MAX_STEPS = 500
 REFRESH_S = 0.1
 """Minimum time between two updates of the live area."""
-_MEMBERSHIP = ("lost", "joined", "left", "rebuilt")
+_MEMBERSHIP = ("lost", "joined", "left", "rebuilt", "restarted")
 """Kinds of events about the members, which the launcher prints itself, with what it does about them."""
 
 
@@ -87,7 +87,7 @@ class RunProgress:
         if not isinstance(record, RunEvent) or not self._is_launcher or record.kind not in _MEMBERSHIP:
             return record
         # Those without a worker are about ranks without samples.
-        is_repeated = not record.fields.keys().isdisjoint(("worker", "workers"))
+        is_repeated = record.kind == "restarted" or not record.fields.keys().isdisjoint(("worker", "workers"))
         return replace(record, message="") if is_repeated else record
 
     def print(self, text: str) -> None:

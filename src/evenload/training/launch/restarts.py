@@ -1,0 +1,79 @@
+"""Start all ranks again where a run can't go on without one that was lost: from its newest checkpoint.
+
+Only `evenload run` on one machine does so, and only after a loss: never after an error of the script, the end of a process by
+itself, or a request to stop. Restarts of single ranks and of all count together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from evenload.job import stop_requested
+from evenload.records.checkpoints import list_checkpoints
+from evenload.records.reader import is_run, last_step_in
+from evenload.records.recorder import append_event
+from evenload.records.values import RunEvent
+from evenload.rendezvous.peer_monitor import FailureCause
+from evenload.training.launch.failure import FailureReport
+from evenload.training.launch.membership_decider import DELAYS_S
+from evenload.training.launch.request import LaunchRequest
+
+_NO_ACCIDENT = ("it ended with exit code", *(f"killed by SIG{name}" for name in ("TERM", "INT", "HUP", "QUIT")))
+_NO_CHECKPOINT = "there is no complete checkpoint to start again from: run.checkpoint(every='10min') writes them"
+
+
+def cause_of(failure: FailureReport, text: str) -> FailureCause:
+    lost = failure.lost and not failure.kind.startswith(_NO_ACCIDENT)
+    return FailureCause(text, failure.exit_code, failure.consequence, failure.time_s, lost)
+
+
+def restart(
+    request: LaunchRequest,
+    text: str,
+    folder: Path | None,
+    began_s: float,
+    before: tuple[int, str],
+    print_line: Callable[[str], None],
+) -> tuple[LaunchRequest | None, str]:
+    """Return the next launch, after a line and an event, or None; and the report: `text`, and why it doesn't start again.
+
+    `folder`: the run's, None before `evenload.init`; `began_s`: when these ranks started (since 1970); `before`: what
+    `ChangeableMembers.for_restart` returned before the ranks were ended.
+    """
+    (used, devices), limit = before, request.max_restarts
+    is_training = request.mode == "train" and not request.call and not request.settings.get("dry_run")
+    if not is_training or not limit or stop_requested():
+        return None, text
+    if used >= limit:
+        return None, f"{text}\nit doesn't start again: its {used} restarts are used up (--max-restarts {limit})"
+    last_step = -1 if folder is None else last_step_in(folder, since_s=began_s)
+    settings = {key: value for key, value in request.settings.items() if key != "fresh" or last_step < 0}
+    checkpoints = [] if folder is None or settings.get("fresh") else list_checkpoints(folder)
+    saved = next((found for found in checkpoints if found.is_last), None)
+    if last_step >= 0 and saved is None:
+        return None, f"{text}\n{_NO_CHECKPOINT}"
+    step, num_steps = (saved.step, max(0, last_step + 1 - saved.step)) if saved is not None else (0, 0)
+    where = f"from the checkpoint of step {step}" if saved is not None else "from the beginning"
+    again = f", {num_steps} step{'s are' if num_steps > 1 else ' is'} done again" if num_steps else ""
+    head, _, why = text.partition("\nthe run can't go on: ")
+    reason = head.splitlines()[0] + (f"; the run can't go on: {why}" if why else "")
+    line = f"{reason}; {'it' if why else 'the run'} starts again {where}{again} (restart {used + 1} of {limit})"
+    print_line(f"evenload: {line}")
+    if folder is not None and is_run(folder):
+        seconds = time.time() - max(began_s, saved.time if saved is not None else 0.0)
+        fields = {"reason": reason, "seconds": seconds, "steps": num_steps}
+        with suppress(OSError):  # a full disk: the ranks report it
+            append_event(folder, RunEvent("restarted", line, time.time(), step, fields))
+    return replace(request, settings=settings, devices=devices, num_restarts=used + 1), text
+
+
+def wait_before(request: LaunchRequest, received_signals: Sequence[int]) -> None:
+    """Wait before a restart, the longer the more there were; a signal ends the wait, and then the launch."""
+    used = request.num_restarts
+    end_s = time.monotonic() + (DELAYS_S[min(used, len(DELAYS_S)) - 1] if used else 0.0)
+    while time.monotonic() < end_s and not received_signals:
+        time.sleep(0.04)
