@@ -84,7 +84,7 @@ def check_version(connection: sqlite3.Connection, migrations: Sequence[Migration
     version = version_of(connection)
     if version > len(migrations):
         raise QueueError(_newer(connection, version, len(migrations)))
-    if version < len(migrations):
+    if any(each.statements for each in migrations[version:]):  # what only folds the log anew can be read before
         raise QueueError(
             f"the queue {file_of(connection)} has schema {version}, this version reads {len(migrations)}: start its "
             f"daemon once, which brings it up to date"

@@ -278,14 +278,13 @@ class Planner(StepsInOrder):
     def sync_decision(self, step: int) -> None:
         """Send rank 0's decision to all ranks during `step`; it holds `LEAD_STEPS` later. All ranks call it."""
         decision = self._pending
-        integers = None
+        integers: list[int] = []
         if decision is not None:
             leaves = [int(r > 0 and not share and self.may_leave[r]) for r, share in enumerate(decision.shares)]
             integers = [decision.num_micro, *decision.shares, *leaves]
-        if not (agreed := self._control.agree(integers or [])):
+        if not (agreed := self._control.agree(integers)):
             return  # rank 0 was lost in this exchange, and its decision with it
-        count, *parts = agreed
-        shares, flags = parts[: self.world_size], parts[self.world_size :]
+        count, shares, flags = agreed[0], agreed[1 : 1 + self.world_size], agreed[1 + self.world_size :]
         out = tuple(rank for rank, leaves in enumerate(flags) if leaves)
         from_step = step + LEAD_STEPS
         self._assign(ShareAssignment(from_step, tuple(shares), count, self._assignments[-1].caps, out))
