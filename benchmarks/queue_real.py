@@ -75,7 +75,7 @@ for epoch in range(loader.epoch, 100_000):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a prediction needs of the machine."""
+    """Times and speeds of this machine, from which the simulator predicts."""
 
     plain_start_s: float
     start_s: float

@@ -1,4 +1,4 @@
-"""What ranks that read an iterable dataset agree on."""
+"""Check what ranks that read an iterable dataset agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run under strategy ``async`` says when it starts."""
+"""Check the opening lines of a run under strategy ``async``."""
 
 from __future__ import annotations
 

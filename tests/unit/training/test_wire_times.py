@@ -1,4 +1,4 @@
-"""What a format costs on the processor, for predictions."""
+"""Check the predicted processor time of a wire format."""
 
 from __future__ import annotations
 

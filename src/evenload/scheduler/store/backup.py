@@ -95,6 +95,7 @@ def repair(folder: Path) -> Repair:
     except OSError as error:
         raise QueueError(f"the queue {folder} can't be written by this user: {error}") from error
     try:
+        _migrate(folder / DATABASE)
         if not (problems := _problems(folder)):
             return Repair(())
         backup = next((path for path in backups(folder) if _is_whole(path)), None)
@@ -136,11 +137,17 @@ def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
     return tuple(held)
 
 
+def _migrate(database: Path) -> None:
+    """Bring the file of an earlier version up to date, whose tables would differ from the log; damage is left to `_problems`."""
+    with contextlib.suppress(sqlite3.Error, QueueError):
+        with contextlib.closing(_reading(database)) as connection:  # a damaged file stays as it is
+            is_earlier = 0 < version_of(connection) < len(MIGRATIONS)
+        if is_earlier:
+            with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:
+                migrate(connection, tables.refold)
+
+
 def _problems(folder: Path) -> list[str]:
-    with contextlib.suppress(sqlite3.Error, QueueError), contextlib.closing(_reading(folder / DATABASE)) as connection:
-        if 0 < version_of(connection) < len(MIGRATIONS):
-            with contextlib.closing(sqlite3.connect(folder / DATABASE, isolation_level=None)) as writing:
-                migrate(writing, tables.refold)
     try:
         return audit(folder)
     except (sqlite3.Error, QueueError, ValueError, KeyError, TypeError) as error:

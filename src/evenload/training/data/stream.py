@@ -156,9 +156,8 @@ def check_same_stream(
     on rank 0 too, the first samples are compared.
     """
     row = stream_row(samples.contents) if read_again is not None else []
-    num_samples, *first = agree(
-        [len(samples), *row]
-    )  # rank 0's: another rank may be rank 0 before all have received them
+    # Rank 0's; another rank may be rank 0 before all have received them.
+    num_samples, *first = agree([len(samples), *row])
     if num_samples == len(samples) and read_again is not None and first and differs(row, first):
         samples = read_again()
         if stream_row(samples.contents) == row:

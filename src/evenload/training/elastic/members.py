@@ -188,9 +188,8 @@ class Members(StepListener):
         for loader in self._loaders:
             loader.loader.draws_alone = True
         while self._is_alone():
-            self._changes.send(
-                Ready(self._worker)
-            )  # again now and then: a supervisor that does not expect it ends this process
+            # Again now and then: a supervisor that does not expect it ends this process.
+            self._changes.send(Ready(self._worker))
             change = self._changes.wait(self._tried, _READY_EVERY_S)
             if change is None and not self._changes.ended:
                 continue

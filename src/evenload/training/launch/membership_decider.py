@@ -16,15 +16,19 @@ from typing import Any
 from evenload.rendezvous.rank_backends import common_backend
 from evenload.training.launch.membership_messages import LostWorker, MembershipChange, from_line, to_line
 
-DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Before the first, second, ... restart at one place, or of all: what fails again and again must not take time from others."""
 
 _NUM_LOSSES = 20
 """Losses that the report of an end names; every machine is sent them with each change."""
 
-
 NOT_BEGUN = "training has not begun"
 LOOP_ENDED = "the training loop has ended"
+
+
+def restart_delay_s(num_before: int) -> float:
+    """Return the seconds to wait before a restart that follows so many others."""
+    return _DELAYS_S[min(num_before, len(_DELAYS_S) - 1)]
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class MembershipDecider:
             self._leaving = [worker for worker in self._leaving if worker != loss.worker]
         elif restart and used < self._max_restarts:
             self._num_restarts[place.index] += 1
-            self._to_start.append(self._successor(place, DELAYS_S[min(used, len(DELAYS_S) - 1)]))
+            self._to_start.append(self._successor(place, restart_delay_s(used)))
             text += f"; it is restarted ({used + 1} of {self._max_restarts})"
         elif restart:
             limit = f"its {used} restarts are used up" if used else "restarts are off"

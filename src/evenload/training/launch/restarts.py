@@ -19,7 +19,7 @@ from evenload.records.recorder import append_event
 from evenload.records.values import RunEvent
 from evenload.rendezvous.peer_monitor import FailureCause
 from evenload.training.launch.failure import FailureReport
-from evenload.training.launch.membership_decider import DELAYS_S
+from evenload.training.launch.membership_decider import restart_delay_s
 from evenload.training.launch.request import LaunchRequest
 
 _NO_ACCIDENT = ("it ended with exit code", *(f"killed by SIG{name}" for name in ("TERM", "INT", "HUP", "QUIT")))
@@ -74,6 +74,6 @@ def restart(
 def wait_before(request: LaunchRequest, received_signals: Sequence[int]) -> None:
     """Wait before a restart, the longer the more there were; a signal ends the wait, and then the launch."""
     used = request.num_restarts
-    end_s = time.monotonic() + (DELAYS_S[min(used, len(DELAYS_S)) - 1] if used else 0.0)
+    end_s = time.monotonic() + (restart_delay_s(used - 1) if used else 0.0)
     while time.monotonic() < end_s and not received_signals:
         time.sleep(0.04)

@@ -87,7 +87,7 @@ class LostWorkers:
         rank = worker.spec.rank
         if rank in self._ranks:
             return True
-        # A worker that was given up and comes back before it is killed ends by itself: it is told so.
+        # A worker that was given up and comes back before it is killed ends by itself, with the error of the server's answer.
         was_killed = failure.kind.startswith("killed by ") or rank in self._given_up
         if rank == 0 or worker.poll() is None or not was_killed or not may_lose(self._folder):
             return False
