@@ -142,7 +142,7 @@ def with_torch() -> None:
     dist.destroy_process_group()
 
 
-def bf16_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer()
     small = flat.to(torch.bfloat16).div_(2)
     work = dist.all_reduce(small, async_op=True)
