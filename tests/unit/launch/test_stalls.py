@@ -110,7 +110,6 @@ def test_the_deadline_sorts_rarely_however_many_steps_there_were(monkeypatch: py
     assert sorts <= 2 * (1_500 // 50 + 11)
 
 
-
 def test_the_line_is_the_users() -> None:
     position = find_position(sys._getframe())
     assert position.startswith("test_stalls.py:") and position.endswith("in test_the_line_is_the_users")
