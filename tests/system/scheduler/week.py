@@ -74,6 +74,8 @@ class Findings:
     num_windows: int = 0
     oldest_backup_s: float = 0.0
     """Longest time for which events were in no backup while the disk was not full."""
+    late_backups: list[str] = field(default_factory=list)
+    """When that was more than two hours, and the end of the daemon's log then."""
     record: list[str] = field(default_factory=list)
     left_behind: list[int] = field(default_factory=list)
 
@@ -269,6 +271,9 @@ class Week:
             self._backup, self._backed_up = newest, self._last
         if self._last == self._backed_up or not self._is_up or self._is_full:
             self._unsaved_s = now_s
+        if now_s - self._unsaved_s > max(2 * HOUR_S, self.found.oldest_backup_s):
+            last = "\n".join(self._queue.log().splitlines()[-12:])
+            self.found.late_backups.append(f"hour {now_s / HOUR_S:.2f}, since {self._unsaved_s / HOUR_S:.2f}: {last}")
         self.found.oldest_backup_s = max(self.found.oldest_backup_s, now_s - self._unsaved_s)
 
     def _tick(self) -> None:
