@@ -26,6 +26,7 @@ from typing import Any
 from evenload.errors import EvenloadError, QueueError
 from evenload.scheduler import presence
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.paths import log_path
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.backup import backups
 from evenload.scheduler.store.reader import Reader
@@ -71,6 +72,8 @@ class Findings:
     at_once: list[str] = field(default_factory=list)
     bills_off_s: list[float] = field(default_factory=list)
     """Of each job: billed seconds less those that its programs ran."""
+    bills_wrong: list[str] = field(default_factory=list)
+    """Where that is more than a second: the attempts, and when their programs ran."""
     reservations: list[str] = field(default_factory=list)
     """Windows that aren't at their time of day."""
     num_windows: int = 0
@@ -364,7 +367,14 @@ class Week:
                     found.run_twice.append(f"{name}: {spans}")
                 found.at_once += [f"{name}: {a}, {b}" for a, b in pairwise(spans) if b[0] < a[1]]
                 billed_s = sum((row.ended_s or machine.true_s) - row.began_s for row in reader.attempts(name))
-                found.bills_off_s.append(billed_s - sum(ended_s - began_s for began_s, ended_s in spans))
+                off_s = billed_s - sum(ended_s - began_s for began_s, ended_s in spans)
+                found.bills_off_s.append(off_s)
+                if abs(off_s) > 1.0:
+                    ledger = {path.name: path.read_text() for path in (machine.work / "ledger").glob(f"{name}.*")}
+                    rows = [(row.began_s, row.ended_s, row.ending, row.reason) for row in reader.attempts(name)]
+                    output = log_path(queue.folder, name)
+                    said = output.read_text()[-2000:] if output.exists() else ""
+                    found.bills_wrong.append(f"{name} {submitted}: {off_s:.2f} s, {rows}, {spans}, {ledger}, {said}")
         found.run_twice += sorted(path.name for path in (machine.work / "twice").iterdir())
         found.record = audit(queue.folder)
         found.bills_off_s.sort()
