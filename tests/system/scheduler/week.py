@@ -325,9 +325,15 @@ class Week:
             name.partition(".")[0] for name in self._machine.due()
         }:
             return False
-        time.sleep(0.1)
+        time.sleep(_TICK_S if self._may_start() else 0.1)
         self._open_jobs()
         return last == self._last
+
+    def _may_start(self) -> bool:
+        """A device is free and a job waits: the daemon may be about to start it, and time must not pass in between."""
+        with Reader(self._queue.folder) as reader:
+            num_held = sum(len(json.loads(line.devices)) for line in reader.jobs(states=_OPEN))
+            return num_held < _SLOTS and bool(reader.jobs(states=(JobState.PENDING,), limit=1))
 
     def _open_jobs(self) -> dict[str, str]:
         with Reader(self._queue.folder) as reader:
