@@ -125,8 +125,8 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     sizes = [
         k for k in range(lowest, len(curve)) if k <= _ALL_SIZES or k % 4 == 0 or k == len(curve) - 1 or k == present
     ]
-    if job.id in inputs.keeping and not job.spec.preemptible:
-        sizes = []
+    if job.id in inputs.keeping and not job.spec.preemptible:  # such as a run that has not reported yet
+        sizes = [] if job.spec.resize_s is None else [k for k in sizes if k <= present]
     one_s = single_s(inputs, job)
 
     def value(k: int) -> float:
