@@ -218,7 +218,7 @@ def test_a_decision_that_fails_does_not_end_the_daemon(monkeypatch: pytest.Monke
     assert daemon._commands(snapshot, 0.0) == () and not daemon._state.problems
 
 
-def test_settings_that_are_spoiled_while_the_daemon_starts_leave_it_its_devices(tmp_path: Path) -> None:
+def test_settings_that_break_while_the_daemon_starts_leave_it_its_devices(tmp_path: Path) -> None:
     """It reads them once to open the queue, and again in its first turn: the devices are those of the file that it could read."""
     (tmp_path / SETTINGS_FILE).write_text("[cpu]\nslots = 2\n")
 
