@@ -88,6 +88,28 @@ def test_a_worker_that_dies_or_hangs_costs_its_part_and_no_sample(
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_lost_between_two_loops_lets_all_start_again(tmp_path: Path) -> None:
+    dies = """
+        run.checkpoint()
+        if run.rank == 2 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen = """
+    (tmp_path / "train.py").write_text(SCRIPT.replace("        seen = ", dies[1:]))
+    command = ["-m", "evenload.cli.main", "run", "-d", "cpu:2", "--strategy", "async", "train.py", "SIGKILL", "600"]
+    process = Command(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        stdout, stderr = process.communicate(timeout=80)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, stdout + stderr
+    assert "starts again from the checkpoint of step 20 (restart 1 of 3)" in stderr, stderr
+    assert "the run goes on without rank 2" not in stderr and "epoch 1 ranks 3 seen 160 equal True" in stdout
+    assert [record.step for record in read_steps(tmp_path / "run")] == list(range(40))
+
+
+@pytest.mark.slow
 def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)

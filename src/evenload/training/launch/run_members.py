@@ -363,11 +363,10 @@ class RunMembers:
                 continue
             if name in decider.joiners or process.poll() is None:
                 continue
-            if process.code == 0:
+            if process.code == 0 or name not in decider.members:
                 self._gone.add(name)
                 self._act(decider.ended(name))
-            elif name not in decider.members:
-                self._gone.add(name)
+            if process.code and name in self._gone:
                 failure = process.read_failure() or describe_end(0, process.code or 1, 0.0)
                 self._print(failure.sentence(f"{self.where(name)}, which had left,"))
 
