@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,30 @@ def write_result(
     return path
 
 
+_PR_SET_CHILD_SUBREAPER = 36
+_root = os.getpid()
+
+
+def keep_orphans(main: Callable[[], int]) -> int:
+    """Runs `main` in a child of this process, which inherits and collects all whose parent ends first (on Linux).
+
+    Else their CPU time would go to process 1, and count as that of other programs.
+    """
+    if not sys.platform.startswith("linux"):
+        return main()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        return main()
+    while True:
+        try:
+            ended, status = os.wait()
+        except KeyboardInterrupt:  # the child got it too
+            continue
+        if ended == child:
+            return os.waitstatus_to_exitcode(status)
+
+
 class Neighbours:
     """What other programs took of this machine meanwhile: it disturbs what is measured."""
 
@@ -81,8 +107,8 @@ def _busy_s() -> float | None:
 
 
 def _own_s() -> float:
-    """CPU seconds of this process and of all below it, living (the server that forks the ranks) or ended."""
-    own = psutil.Process()
+    """CPU seconds of this program and of all below it, living (the server that forks the ranks) or ended."""
+    own = psutil.Process(_root)
     total_s = 0.0
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.Error):

@@ -131,7 +131,8 @@ def with_torch() -> None:
     if outer is not None:
         net = model
     else:
-        net = wrapped = DistributedDataParallel(model)
+        # Over gloo, on a late link, ranks take the sums of several buckets in different orders, and it ends.
+        net = wrapped = DistributedDataParallel(model, bucket_cap_mb=1000 if args.arm == "powersgd" else None)
         if args.arm == "bf16":
             wrapped.register_comm_hook(None, bf16_hook)  # torch's own fails over gloo
         elif args.arm == "powersgd":
@@ -142,7 +143,7 @@ def with_torch() -> None:
     dist.destroy_process_group()
 
 
-def bf16_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer()
     small = flat.to(torch.bfloat16).div_(2)
     work = dist.all_reduce(small, async_op=True)

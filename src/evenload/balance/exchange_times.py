@@ -5,7 +5,8 @@ b bytes in each direction needs
 
     E = b / bandwidth + rounds · latency / 2 + codec,      step = C + max(tail, E - H)
 
-with the latency of one small all-reduce, which is two rounds. `tail` is the last bucket, which leaves when the backward ends.
+with the latency of one small all-reduce, which is two rounds: over gloo a round takes a whole round trip of the link, because
+data wait for the receiver's word. `tail` is the last bucket, which leaves when the backward ends.
 Bandwidth is that of both directions in use at once.
 
 Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
@@ -40,7 +41,7 @@ class Link:
     """A link between machines, as collectives see it."""
 
     latency_s: float
-    """Of one small all-reduce."""
+    """Of one small all-reduce, in two rounds."""
     up_bytes_per_s: float
     """From the first machine to the last."""
     down_bytes_per_s: float

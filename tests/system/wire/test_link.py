@@ -111,3 +111,38 @@ def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
     assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
     assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)
     assert events["fp16"]["wire"]["difference"] < 5e-4
+
+
+LATE = """
+import torch, evenload
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+run = evenload.init(project_dir="runs/late", check_every="off")
+model, loader = run.prepare(nn.Linear(8, 8), DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in loader:
+    step.backward(lambda batch: model(batch[0]).square().mean())
+    optimizer.step(); optimizer.zero_grad()
+run.close()
+"""
+
+
+@pytest.mark.slow
+def test_the_latency_of_a_sum_is_that_of_two_rounds(tmp_path: Path) -> None:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(LATE)
+    with hosts.machines(2, delay_ms=10.0) as boxes:
+        processes = []
+        for box in boxes:
+            (tmp_path / box.name).mkdir()
+            command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", "../train.py"]
+            processes.append(
+                Command(command, tmp_path / box.name, os.environ, host=box, output=tmp_path / f"{box.name}.txt")
+            )
+        codes = [process.wait(100) for process in processes]
+    assert codes == [0, 0], [(tmp_path / f"{box.name}.txt").read_text() for box in boxes]
+    found = next(e.fields for e in read_events(tmp_path / "box1" / "runs" / "late") if e.kind == "link")
+    # A round trip takes 20 ms. A sum of one value would need only one.
+    assert 0.038 < found["latency_s"] < 0.08

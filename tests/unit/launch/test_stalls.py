@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
+from statistics import median
 
 import pytest
 
+from evenload.training.elastic import stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
 from evenload.training.launch.membership_messages import Activity, Waits, from_line, to_line
 from evenload.training.launch.stalls import EVERY_S, StallMonitor
@@ -90,6 +93,21 @@ def test_the_deadline_is_learned_and_spikes_do_not_pass_it() -> None:
     for _ in range(100):
         steady.add(2.0)
     assert steady.seconds == 10.0
+
+
+def test_the_deadline_sorts_rarely_however_many_steps_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts = 0
+
+    def counted(values: Iterable[float]) -> float:
+        nonlocal sorts
+        sorts += 1
+        return median(values)
+
+    monkeypatch.setattr(stall_watch, "median", counted)
+    deadline = StepDeadline()
+    for _ in range(1_500):
+        deadline.add(0.001)
+    assert sorts <= 2 * (1_500 // 50 + 11)
 
 
 def test_the_line_is_the_users() -> None:

@@ -280,7 +280,7 @@ def exchange(facts: HostFacts) -> Finding:
         return Finding("exchange", "skip", facts.missing if measured is None else "not measured, see MTU")
     up, down = measured.sent_bytes_per_s, measured.received_bytes_per_s
     # Sums travel in both directions at once, which is measured when a run begins.
-    link = Link(measured.round_trip_s, up, down, min(up, down))
+    link = Link(2 * measured.round_trip_s, up, down, min(up, down))
     options = options_of(_TEN_MILLION, link, 2, Work(0.0))
     best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
     times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)

@@ -14,12 +14,13 @@ from evenload.balance.exchange_times import Link
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.wire_groups import find_machines
 
-_NUM_SMALL = 5
+_NUM_SMALL, _SMALL_BYTES = 5, 1 << 12
+"""A sum of fewer values than a ring has parts would take one round instead of two."""
 _FIRST_BYTES = 1 << 16
 _LARGEST_BYTES = 1 << 24
 _UNKNOWN = (0.0, 0.0, 0.0, 0.0)
 _TARGET_S = 0.12
-_TARGET_LATENCIES = 8
+_TARGET_LATENCIES = 4
 """A measurement takes at least so long, and so many latencies: the first bytes fit into buffers on the way, and TCP begins slowly
 after each pause, also in training."""
 _MAX_ROUNDS = 6
@@ -94,7 +95,7 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     def sum_up(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=group)
 
-    latency_s = statistics.median(timed(sum_up, 4) for _ in range(_NUM_SMALL))
+    latency_s = statistics.median(timed(sum_up, _SMALL_BYTES) for _ in range(_NUM_SMALL))
     both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
     up = rate(lambda tensor: dist.broadcast(tensor, group_src=0, group=group), 1.0, latency_s / 2)
     down = rate(lambda tensor: dist.broadcast(tensor, group_src=num_ranks - 1, group=group), 1.0, latency_s / 2)

@@ -33,6 +33,7 @@ class StepDeadline:
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._num_steps = 0  # also those that are no longer kept
         self.seconds = _FIRST_DEADLINE_S
 
     def add(self, step_s: float) -> None:
@@ -41,7 +42,7 @@ class StepDeadline:
         The deadline is the largest of 4.5 s, 5 medians + 6 MAD (median absolute deviation), and twice the longest step.
         """
         self._steps_s.append(step_s)
-        count = len(self._steps_s)
+        self._num_steps = count = self._num_steps + 1
         if count < _NUM_KNOWN or (count & (count - 1) and count % 50):  # sorting takes long: now and then suffices
             longest_s = 2 * step_s if count >= _NUM_KNOWN else 0.0
             self.seconds = max(self.seconds, longest_s)

@@ -45,6 +45,7 @@ from evenload.training.launch.failure import (
 )
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
 from evenload.training.launch.print_once import is_printed_elsewhere
+from evenload.training.launch.stack_room import with_room
 from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -92,6 +93,7 @@ def at_exit(callback: Callable[[], object]) -> None:
     _callbacks.append(callback)
 
 
+@with_room
 def main(argv: list[str] | None = None) -> None:
     """Run the script or module of the command line as a worker; never return."""
     arguments = sys.argv[1:] if argv is None else argv
