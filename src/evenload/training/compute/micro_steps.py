@@ -151,9 +151,9 @@ def add_result(sums: LossSums, result: LossResult, weight: torch.Tensor | float)
             sums.metrics[name] = sums.metrics[name] + _where(weight, value) * weight
     elif weight:
         sums.units += weight
-        loss = result.loss.detach()
+        loss = result.loss
         # The number of a CPU is there already, and Python adds it faster.
-        sums.loss_sum += (float(loss) if loss.device.type == "cpu" else loss.double()) * weight
+        sums.loss_sum += (loss.item() if loss.is_cpu else loss.detach().double()) * weight
         for name, value in result.metrics.items():
             sums.metrics[name] = sums.metrics[name] + value * weight
 
