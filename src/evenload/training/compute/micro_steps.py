@@ -88,7 +88,9 @@ def run_micro_steps(
     `last_units` is N of the same backward in the last step, if there was one.
     """
     plan = batch.plan
-    own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][column]]
+    own: Sequence[int] = range(plan.num_micro)
+    if not context.computes_idle:
+        own = [m for m in own if plan.micro[m][column]]
     for m in own:
         context.check()
         micro = batch.micro(m, column, context.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import tempfile
 import warnings
@@ -155,7 +156,7 @@ def _index_columns(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | No
 def _take_rows(dataset: TensorDataset, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of each column, collated."""
     try:
-        return [column.index_select(0, index) for column in dataset.tensors]  # twice as fast
+        return list(map(operator.methodcaller("index_select", 0, index), dataset.tensors))  # twice as fast
     except (IndexError, RuntimeError):  # keys below 0, or columns on a GPU
         return [column[index] for column in dataset.tensors]
 
