@@ -8,9 +8,11 @@ box: one box of 8 (two hosts of 4 in the tables), every 8th job of workloads 1 t
    choices of the first job, and of the first choice. Bars: `default` at most 0.9 of `las`; with history at most 0.75.
 load: the same with every 16th and every 5th job, and of every 4th on 16 devices.
 tuned, fixed: elastic Evenload jobs under `goodput` on 64 devices. What they report is what `Run` reports, and the queue learns of
-   it by the daemon's code. Their batch grows (``tuned``) or stays (``fixed``); a restart costs 30 to 180 s. Bars: mean over
-   Pollux' published one at most 0.95 tuned and 1.05 fixed, p99 tuned at most its own; mean with a longer restart at most
-   1.15 of that with 30 s.
+   it by the daemon's code; it decides each minute and when a job arrives or ends, as the daemon does. Their batch grows as that
+   of `Run` with `batch_max` (``tuned``: chosen after each epoch, and on other devices 40 steps later), or stays (``fixed``). A
+   change of devices is a restart, which costs 30 to 180 s: most jobs change between hosts, where there is no resize in place.
+   Bars: mean over Pollux' published one at most 0.95 tuned and 1.05 fixed, p99 tuned at most its own; mean with a longer restart
+   at most 1.15 of that with 30 s.
 kinds: 4 devices and 4 of half their speed, gangs as in the box, work known or not. `default` with Evenload gangs, against the
    same policy without the kinds' speeds, with Evenload gangs (``equal``) and with gangs that split evenly and so run at the
    speed of the slowest (``even split``).
@@ -142,7 +144,7 @@ def _evenload(batch: str, folder: Path, workloads: tuple[int, ...], quick: bool)
         for number in workloads:
             arrivals = pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload=batch)
             settings = Settings(policy="goodput", restart_s=restart_s)
-            by_workload.append(_times([arrivals], Conditions(devices_of("16x4"), settings, at_events=False)))
+            by_workload.append(_times([arrivals], Conditions(devices_of("16x4"), settings)))
         ours = [time_s for times in by_workload for time_s in times]
         found.append(
             {

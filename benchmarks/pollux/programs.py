@@ -3,14 +3,14 @@
 A rigid job keeps the batch that its owner chose, as under Tiresias; it reports optimizer steps. One with Pollux' agent tunes
 its batch after each epoch and each change of devices by what it has learnt (`learning`), and reports progress and a curve.
 An Evenload job reports the costs of its steps, of which the queue learns; with `batch_max` it chooses its batch after each
-epoch by `evenload.balance.batch`, as `Run` does.
+epoch, and on other devices inside it, by `evenload.balance.batch` as `Run` does.
 """
 
 from __future__ import annotations
 
 from benchmarks.pollux.learning import Learner, Setting, split_batch
 from benchmarks.pollux.tables import Application
-from evenload.balance.batch import choose_batch
+from evenload.balance.batch import ChoiceTimes, choose_batch
 from evenload.balance.scaling import StepCosts, StepPoint, fit_scaling
 from evenload.scheduler.simulator.cluster import DeviceShape
 from evenload.scheduler.simulator.programs import ProgramReport
@@ -43,12 +43,15 @@ class EpochProgram:
 
     def until_change_s(self) -> float:
         """Until the end of the epoch."""
+        return self._until_epoch_s()
+
+    def _until_epoch_s(self) -> float:
         left = self._app.progress(self._epoch + 1) - self._progress
         return max(0.0, left / self._gain * self._seconds)
 
     def advance(self, seconds: float) -> None:
         """Runs on; at the end of an epoch the gradient's noise and so the best batch change."""
-        whole_s = self.until_change_s()
+        whole_s = self._until_epoch_s()
         steps = seconds / self._seconds
         self._progress += steps * self._gain
         self._steps += steps
@@ -117,12 +120,33 @@ class EvenloadProgram(EpochProgram):
         self._points: dict[tuple[int, ...], StepPoint] = {}
         self._has_tried = False
         self._tried_from: int | None = None
+        self._times = ChoiceTimes()
+
+    def start(self, shape: DeviceShape) -> None:
+        """Forgets the times of steps on earlier devices, and on others chooses its batch once it has new ones."""
+        before = self._shape
+        self._points.clear()
+        super().start(shape)
+        if self._limit and before and before != self._shape:
+            self._has_tried, self._tried_from = False, None
+            self._times.begin()
+
+    def until_change_s(self) -> float:
+        """Until the end of the epoch, or until the batch is chosen inside it."""
+        left_s, steps_left = super().until_change_s(), self._times.steps_left
+        return left_s if steps_left is None else min(left_s, steps_left * self._seconds)
 
     def advance(self, seconds: float) -> None:
-        epoch = self._epoch
+        epoch, steps = self._epoch, seconds / self._seconds
         super().advance(seconds)
-        if self._limit and self._epoch > epoch and not self.is_done:
+        times = self._times
+        if times.steps_left is not None:
+            left = times.steps_left - steps
+            times.steps_left = left if left > 1e-6 else 0.0
+        if self._limit and not self.is_done and times.is_due(in_epoch=self._epoch == epoch):
+            before = self._batch
             self._choose()
+            times.chose(before, self._batch)
             self._configure()
 
     def report(self) -> ProgramReport:
@@ -156,7 +180,7 @@ class EvenloadProgram(EpochProgram):
 
     def _choose(self) -> None:
         num_hosts, num = len(self._shape), sum(self._shape)
-        here = [point for key, point in self._points.items() if key[:-1] == self._shape]
+        here = list(self._points.values())
         model = fit_scaling(here)
         choice = choose_batch(
             base=self._base,

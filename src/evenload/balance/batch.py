@@ -24,6 +24,8 @@ MOST_GROWTH = 2.0
 """At most by this factor at a time: t(B) is known near the batches that ran."""
 TRIAL_LOSS = 0.05
 """Where overhead can't be separated from samples yet, a larger batch is tried if it costs no more efficiency than this."""
+CHOICE_STEPS = 40
+"""Steps after which the batch is chosen inside an epoch: enough to time them, and to measure the gradient's noise."""
 _FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -51,6 +53,29 @@ class BatchChoice:
     """Goodput of the batch until now, in samples of the user's batch a second."""
     expected_per_s: float
     """The same of the one chosen."""
+
+
+@dataclass
+class ChoiceTimes:
+    """When the batch is chosen: at the end of an epoch, and on other devices inside it, until it stays or turns back."""
+
+    steps_left: float | None = None
+    """Steps up to a choice inside the epoch; None where the next one is at its end."""
+    direction: int = 0
+    """1 if the last choice on these devices was a larger batch, -1 a smaller one, 0 before the first."""
+
+    def begin(self) -> None:
+        """Choose anew: the devices are others."""
+        self.steps_left, self.direction = CHOICE_STEPS, 0
+
+    def is_due(self, *, in_epoch: bool) -> bool:
+        return self.steps_left == 0 or (self.steps_left is None and not in_epoch)
+
+    def chose(self, before: int, batch_size: int) -> None:
+        if self.steps_left is not None:
+            direction = (batch_size > before) - (batch_size < before)
+            self.steps_left = CHOICE_STEPS if direction and direction != -self.direction else None
+            self.direction = direction
 
 
 def efficiency(noise: float, base: int, batch_size: int) -> float:

@@ -73,7 +73,8 @@ def train(
     optimizer = optimizer_of(kind, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40)
     resumed = bool(run.resume(model=model, optimizer=optimizer, scheduler=scheduler))
-    sizes, lengths, rates = [], [], []
+    sizes, lengths, rates, steps = [], [], [], []
+    growing = run._saver.adaptive_batch
     stopped = False
     for _ in range(loader.epoch, num_epochs):
         lengths.append((loader.epoch, loader.batch_size, len(loader)))
@@ -87,14 +88,16 @@ def train(
                     time.sleep(overhead_s)
             rates.append(optimizer.param_groups[0]["lr"])
             sizes.append((step.epoch, step.num_samples))
+            if growing is not None:
+                steps.append(step_of(step, growing.growth.now))
             if step.index + 1 == until:
                 run.checkpoint()
                 stopped = True
                 break
         if stopped:
             break
-    growing = run._saver.adaptive_batch
     seen = {
+        "steps": steps,
         "resumed": resumed,
         "sizes": sizes,
         "lengths": lengths,
@@ -112,26 +115,41 @@ def events(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "events.jsonl").read_text().splitlines()]
 
 
-def plain(noise: float, epochs: list[tuple[int, float]], kind: str, rule: str, num_micro: int = 1) -> torch.Tensor:
+def step_of(step: evenload.Step, now: Any) -> tuple[int, int, int, int, float]:
+    """Epoch, first and last position of a step's samples, and the batch and noise scale that its learning rate follows."""
+    plan = step.batch.plan
+    return plan.epoch, plan.start, plan.start + plan.num_samples, now.batch_size, now.noise
+
+
+def plain(noise: float, epochs: list[tuple[int, float]], kind: str, rule: str) -> torch.Tensor:
     """One plain process: for each epoch its batch, and the noise scale that its learning rate follows."""
-    model, data = Offset(), Cloud(noise)
+    steps = [
+        (epoch, low, min(low + size, NUM_SAMPLES), size, scale)
+        for epoch, (size, scale) in enumerate(epochs)
+        for low in range(0, NUM_SAMPLES, size)
+    ]
+    return plain_steps(Cloud(noise), steps, kind, rule)
+
+
+def plain_steps(
+    data: Cloud, steps: list[tuple[int, int, int, int, float]], kind: str = "sgd", rule: str = "adascale"
+) -> torch.Tensor:
+    """One plain process: the steps as `step_of` tells them."""
+    model = Offset()
     optimizer = optimizer_of(kind, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40)
-    for epoch, (size, scale) in enumerate(epochs):
+    for epoch, low, high, size, scale in steps:
         generator = torch.Generator().manual_seed(randomness.mix(3, epoch, randomness.ORDER))
-        order = torch.randperm(len(data), generator=generator)
-        gain = rate_gain(scale, BASE, size, rule=rule)
-        for low in range(0, len(data), size):
-            points = data.points[order[low : low + size]]
-            model(points).mean().backward()
-            set_rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] *= gain
-            optimizer.step()
-            for group, rate in zip(optimizer.param_groups, set_rates, strict=True):
-                group["lr"] = rate
-            scheduler.step()
-            optimizer.zero_grad()
+        points = data.points[torch.randperm(len(data), generator=generator)[low:high]]
+        model(points).mean().backward()
+        set_rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] *= rate_gain(scale, BASE, size, rule=rule)
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, set_rates, strict=True):
+            group["lr"] = rate
+        scheduler.step()
+        optimizer.zero_grad()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

@@ -15,7 +15,7 @@ from evenload.training.comm.clock import SEGMENTS
 from evenload.training.comm.control import CAPACITY
 from evenload.training.step.report import RankReport, read_table
 from evenload.training.step.stats import StepStats
-from tests.ranks.adaptive_batch.jobs import BASE, NUM_SAMPLES, chosen, plain, train, train_all
+from tests.ranks.adaptive_batch.jobs import BASE, NUM_SAMPLES, Cloud, chosen, plain, plain_steps, train, train_all
 
 # The overhead stays far above what a sample costs on a loaded machine, so a larger batch always pays.
 GROWS: dict[str, Any] = {"noise": 400.0, "settings": {"batch_max": 64}, "overhead_s": 0.02}
@@ -106,8 +106,7 @@ def test_it_goes_on_in_the_same_batch_on_another_number_of_devices(seen):
     alone = train(folder, 400.0, 3, {"batch_max": 64}, "adamw")
     epoch, size, _ = alone["lengths"][0]
     assert alone["resumed"] and (epoch, size) == seen["on two ranks"]["sizes"][-1] and size > BASE
-    epochs = [chosen(alone)[at] for at in range(3)]
-    weights = plain(400.0, epochs, "adamw", "sqrt")
+    weights = plain_steps(Cloud(400.0), seen["on two ranks"]["steps"] + alone["steps"], "adamw", "sqrt")
     assert float((weights - alone["weights"]).norm() / weights.norm()) <= 1e-12
 
 

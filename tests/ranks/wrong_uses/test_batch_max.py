@@ -89,7 +89,11 @@ def _stop_in_a_grown_epoch(init, folder):
 @pytest.mark.parametrize(
     ("settings", "loader", "told"),
     [
-        ({}, {}, "stands inside an epoch in batches of 32, which batch_max let grow from 16: keep batch_max until"),
+        (
+            {},
+            {},
+            "stands inside an epoch in batches of 32, which batch_max chose for a batch_size of 16: keep batch_max",
+        ),
         ({"batch_max": 32}, {"batch_size": 8}, "a loader with batch_size=16, which batch_max lets grow; now it is 8"),
     ],
 )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from evenload.balance.batch import BatchChoice, best_split, candidates, choose_batch, efficiency, rate_gain
+from evenload.balance.batch import (
+    CHOICE_STEPS,
+    BatchChoice,
+    ChoiceTimes,
+    best_split,
+    candidates,
+    choose_batch,
+    efficiency,
+    rate_gain,
+)
 from evenload.balance.noise import LEAST_MEASURED, Moments, NoiseScale, Norms, moments
 from evenload.balance.values import Cost
 
@@ -141,3 +151,21 @@ def test_a_rank_that_leaves_does_not_lengthen_the_steps_of_another_batch() -> No
     assert best_split(64, costs, None, None).expected_s == pytest.approx(0.51)
     assert best_split(64, costs, None, None, may_leave=(False, True)).expected_s == pytest.approx(0.064)
     assert best_split(64, costs, None, (32, 0), may_leave=(False, True)).expected_s == pytest.approx(0.064)
+
+
+def test_on_other_devices_the_batch_is_chosen_until_it_stays_or_turns_back() -> None:
+    times = ChoiceTimes()
+    assert times.is_due(in_epoch=False) and not times.is_due(in_epoch=True), (
+        "without a change at the end of an epoch alone"
+    )
+    times.chose(16, 32)
+    assert times.steps_left is None
+    for sizes in ((16, 32, 64, 64), (16, 32, 24), (64, 32, 16, 32), (16, 16)):
+        times.begin()
+        assert not times.is_due(in_epoch=True) and not times.is_due(in_epoch=False)
+        for before, size in itertools.pairwise(sizes):
+            assert times.steps_left == CHOICE_STEPS
+            times.steps_left = 0
+            assert times.is_due(in_epoch=True) and times.is_due(in_epoch=False)
+            times.chose(before, size)
+        assert times.steps_left is None

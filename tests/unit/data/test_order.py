@@ -231,3 +231,20 @@ def test_a_million_samples_are_drawn_without_a_list_of_a_million() -> None:
     assert isinstance(drawn.source, torch.Tensor)
     assert drawn.num_steps == 3907
     assert drawn.step_at(256 * 17) == 17
+
+
+@pytest.mark.parametrize(("drop_last", "total"), [(False, 100), (True, 94)])
+def test_the_rest_of_an_epoch_in_batches_of_another_size(drop_last: bool, total: int) -> None:
+    loader = DataLoader(Numbers(100), batch_size=4, drop_last=drop_last)
+    drawn = order.draw_order(loader, seed=0, epoch=0, rank=0, agree=list)  # type: ignore[arg-type]
+    again = drawn.in_batches_of(9, loader, 10, 40)
+    bounds = list(again.bounds)
+    assert again.num_steps == (17 if not drop_last else 16) and again.num_samples == total == again.bounds[-1]
+    assert bounds == sorted(bounds) and bounds[10:13] == [40, 49, 58] and again.bounds[10:12] == [40, 49]
+    assert again.step_at(40) == 10 and again.step_at(58) == 12 and again.step_at(total) == again.num_steps
+    with pytest.raises(DataError, match="no step of this loader begins"):
+        again.step_at(50)
+    with pytest.raises(IndexError):
+        again.bounds[len(bounds)]
+    later = again.in_batches_of(30, loader, 12, 58)
+    assert [later.bounds[step] for step in range(12, later.num_steps)] == ([58, 88] if not drop_last else [58])

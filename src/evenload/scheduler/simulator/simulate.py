@@ -14,7 +14,6 @@ from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Reservation, Settings
 from evenload.scheduler.learned_speeds import LearnedSpeeds
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
@@ -24,6 +23,7 @@ from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.programs import ProgramReport, SimulatedProgram, alone_s
+from evenload.scheduler.tariff import tariff_of
 
 KNOWLEDGE = ("known", "unknown", "noisy", "history")
 _MOST_ROUNDS = 50
@@ -44,7 +44,7 @@ class Conditions:
     save_s: float = 0.0
     """Time for which a job holds its devices after a stop request."""
     resize_s: float | None = None
-    """Time that an elastic job loses where it goes on with more or fewer devices, as a resize in place does; None: a restart."""
+    """Time that an elastic job loses where it gets or gives devices on its one host, without a stop; None: a restart."""
     remaining: str = "known"
     """The queue's knowledge of the work a job has left: ``known``, ``unknown``, ``noisy`` (times a factor that each job
     keeps, log-normal with `noise`), or ``history`` (estimated from similar jobs that have ended, as the daemon does)."""
@@ -225,7 +225,7 @@ class _Simulation:
             if shape is not None:
                 spec = replace(spec, estimate_s=factor * alone_s(arrival.make(), shape))
         if self.conditions.resize_s is not None and spec.needs.min_devices < spec.needs.max_devices:
-            spec = replace(spec, restart_s=self.conditions.resize_s)  # the daemon measures it
+            spec = replace(spec, resize_s=self.conditions.resize_s)  # the daemon measures it
         refusal = self.queue_state.refusal(spec)
         if refusal is not None:
             raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
@@ -319,11 +319,9 @@ class _Simulation:
             if not commands or self.conditions.save_s > 0:
                 return
 
-    def _will_begin(self, name: str, now_s: float, is_resized: bool = False) -> None:
-        needs, own_s = self.arrivals[name].spec.needs, self.arrivals[name].spec.restart_s
+    def _will_begin(self, name: str, now_s: float) -> None:
+        own_s = self.arrivals[name].spec.restart_s
         delay_s = self.conditions.settings.restart_s if own_s is None else own_s
-        if is_resized and self.conditions.resize_s is not None and needs.min_devices < needs.max_devices:
-            delay_s = self.conditions.resize_s
         self._push(now_s + delay_s, "begin", name, self.live[name].version)
 
     def _will_stop(self, name: str, now_s: float) -> None:
@@ -347,7 +345,7 @@ class _Simulation:
         self._apply(events.Yielded(now_s, name))
         job = self.queue_state.jobs.get(name)
         if job is not None and job.state is JobState.STARTING:
-            self._will_begin(name, now_s, is_resized=True)
+            self._will_begin(name, now_s)
 
     def _apply(self, event: events.QueueEvent) -> tuple[Job, ...]:
         if self.log is not None:

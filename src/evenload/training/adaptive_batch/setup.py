@@ -12,7 +12,7 @@ from evenload.errors import ConfigError
 from evenload.training.adaptive_batch.growth import BatchGrowth, BatchReport, sentence
 from evenload.training.adaptive_batch.learning_rate import RateFollower
 from evenload.training.data import checks
-from evenload.training.step.context import TrainingContext
+from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.step import Step, StepListener, StepLoader
 
 
@@ -46,6 +46,7 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
             sentence(report, base, gains),
             step=context.loop.steps_done,
             epoch=report.epoch,
+            epoch_step=report.epoch_step,
             before=report.before,
             batch_size=now.batch_size,
             noise_samples=now.noise,
@@ -58,7 +59,14 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
             epoch_steps=report.epoch_steps,
         )
 
-    growth = BatchGrowth(loader.loader, loader.planner, base=base, limit=limit, record=record)
+    growth = BatchGrowth(
+        loader.loader,
+        loader.planner,
+        base=base,
+        limit=limit,
+        devices=lambda: device_names(context),
+        record=record,
+    )
     rates = RateFollower(growth, context.config.batch_lr)
     adaptive_batch = AdaptiveBatch(growth, rates)
     context.loop.add_listener(adaptive_batch)

@@ -110,7 +110,10 @@ class GlobalLoader:
                 f"len(loader): its dataset, {type(self.user_loader.dataset).__name__}, is iterable and has no __len__, so the "
                 "number of steps of an epoch is unknown; add a __len__ (the number of samples), or count by step.index"
             )
-        return len(self.user_loader) if self._resized is None else self.num_steps(self._resized) or 0
+        if self._resized is None:
+            return len(self.user_loader)
+        now, num = self._cursor, self.num_samples or 0
+        return len(order.regular_bounds(num, self.user_loader, self._resized, now.step, now.position)) - 1
 
     @property
     def epoch(self) -> int:
@@ -136,13 +139,8 @@ class GlobalLoader:
         sampler = self.user_loader.sampler
         return len(sampler) if isinstance(sampler, Sized) else None
 
-    def num_steps(self, batch_size: int) -> int | None:
-        if self.num_samples is None:
-            return None
-        return len(order.regular_bounds(self.num_samples, self.user_loader, batch_size)) - 1
-
     def resize(self, batch_size: int) -> None:
-        """Change the global batch size from the next drawn epoch on; not for streams and batch_samplers."""
+        """Change the global batch size of what is left of the epoch, and of later ones; not for streams and batch_samplers."""
         self._resized = batch_size
 
     @property
@@ -155,19 +153,16 @@ class GlobalLoader:
         self._leave()
         if self._begun:
             self._next_epoch()
-        steps = (
-            self._stream_steps(self._reader)
-            if isinstance(self._reader, StreamReader)
-            else self._map_steps(self._reader)
-        )
+        reader = self._reader
+        steps = self._stream_steps(reader) if isinstance(reader, StreamReader) else self._map_steps(reader)
         self._running = weakref.ref(steps)
         return steps
 
     def cursor(self) -> Cursor:
-        before = self._generators_before
-        if before is None:
-            before = randomness.save_generators(self._generators)
-        return Cursor(**{**vars(self._cursor), "generators": before})
+        drawn, now = self._generators_before, self._generators
+        return Cursor(
+            **{**vars(self._cursor), "generators": randomness.save_generators(now) if drawn is None else drawn}
+        )
 
     def commit(self, batch: GlobalBatch) -> int:
         """Count a step, once for each and before the next batch is requested, else StepError; return the steps of the job."""
@@ -257,7 +252,9 @@ class GlobalLoader:
         planner, cursor = self._planner, self._cursor
         in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
         agree, self.draws_alone = (None if self.draws_alone else planner.agree), False
-        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree, self._resized)
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree)
+        if self._resized is not None:
+            drawn = drawn.in_batches_of(self._resized, self.user_loader, cursor.step, cursor.position)
         check_resumed(self._cursor, drawn, self.user_loader, is_joint=self.is_joint)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
@@ -311,14 +308,14 @@ class GlobalLoader:
                     data = read(*span)
                     ahead = CopiedAhead(span, data, start_copy(data, self._device))
 
-        # Replica threads would read at the same time.
-        copies = self._device.type != "cpu" and len(self._ranks) == 1
+        copies = self._device.type != "cpu" and len(self._ranks) == 1  # replica threads would read at the same time
         revision: int | None = None
         try:
-            places = (
+            places: Iterator[int | BatchPlace] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
-            for place in places:
+            while (given := next(places, None)) is not None:
+                place = given
                 if not planner.in_order:
                     self._ranks = (planner.rank,)  # ranks may have been counted anew
                 changed = reader.apply_tuned_settings()
@@ -331,6 +328,13 @@ class GlobalLoader:
                     revision = revised
                     on_replan()
                 yield batch
+                done = self._cursor
+                if done.position < done.epoch_samples and (size := planner.next_batch_size(in_epoch=True)) is not None:
+                    self.resize(size)
+                    drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
+                    self._move(epoch_samples=drawn.num_samples)
+                    todo, ahead = range(done.step, drawn.num_steps), None
+                    places = iter(planner.steps(todo))
             self._next_epoch()
         finally:
             reader.pause()
@@ -404,15 +408,13 @@ class GlobalLoader:
         self._begun = False
         self._generators_before = None
         self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
-        if (batch_size := self._planner.next_batch_size()) is not None:
-            self.resize(batch_size)
+        self._resized = self._planner.next_batch_size(in_epoch=False) or self._resized
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})
 
     def _leave(self) -> None:
         """End an iteration that was left by an exception and is still referenced by its traceback."""
-        running = self._running() if self._running is not None else None
-        self._running = None
-        if running is not None:
-            running.close()
+        running, self._running = self._running, None
+        if running is not None and (steps := running()) is not None:
+            steps.close()

@@ -176,18 +176,14 @@ class MapReader:
             return self._sources[0].prefetcher.reading
         return max((source.prefetcher.reading for source in self._sources), key=lambda reading: reading.num_workers)
 
-    def begin(
-        self, epoch: int, units_before: int, agree: order.BroadcastIntegers | None, batch_size: int | None
-    ) -> order.SampleOrder:
+    def begin(self, epoch: int, units_before: int, agree: order.BroadcastIntegers | None) -> order.SampleOrder:
         """Draw an epoch of the first loader, after `units_before` of earlier epochs; its bounds count units.
 
         Collective; without `agree` this rank draws alone, as rank 0 did.
         """
         first, *others = self._sources
         rank, agree = (0, _keep) if agree is None else (self._rank, agree)
-        drawn = order.draw_order(
-            first.loader, seed=first.seed, epoch=epoch, rank=rank, agree=agree, batch_size=batch_size
-        )
+        drawn = order.draw_order(first.loader, seed=first.seed, epoch=epoch, rank=rank, agree=agree)
         first.epoch, first.keys = epoch, drawn.keys
         if not self._is_joint:
             first.index = drawn.index

@@ -16,7 +16,7 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -63,6 +63,10 @@ class SampleOrder:
     def num_samples(self) -> int:
         return self.bounds[-1]
 
+    def in_batches_of(self, size: int, loader: DataLoader[Any], step: int, position: int) -> SampleOrder:
+        """Return the same order in batches of `size` samples from `position` on, where its `step` begins."""
+        return replace(self, bounds=regular_bounds(len(self.source), loader, size, step, position))
+
     def keys(self, low: int, high: int) -> list[Any]:
         """Return the dataset's keys at the positions ``[low, high)``."""
         part = self.source[low:high]
@@ -91,13 +95,12 @@ def draw_order(
     epoch: int,
     rank: int,
     agree: BroadcastIntegers,
-    batch_size: int | None = None,
     own_key: int | None = None,
 ) -> SampleOrder:
     """Return the order of one epoch; a collective call where the sampler is the user's.
 
     The user's sampler draws from global generators keyed by (seed, epoch), and from its own generators, whose states stay
-    equal on all ranks. A `set_epoch` method is called. `batch_size` replaces the loader's. With `own_key` the sampler's own
+    equal on all ranks. A `set_epoch` method is called. With `own_key` the sampler's own
     generators are seeded by (own_key, seed, epoch), so that the order does not depend on the epochs drawn before.
 
     Raises:
@@ -105,7 +108,7 @@ def draw_order(
         PeerLostError: Rank 0 could not draw the order.
     """
     if not is_function_of_seed(loader):
-        return _share_order(loader, seed, epoch, rank, agree, batch_size, own_key)
+        return _share_order(loader, seed, epoch, rank, agree, own_key)
     num_samples = len(loader.sampler)  # type: ignore[arg-type]
     source: range | torch.Tensor | KeyedPermutation = range(num_samples)
     order_key = -1
@@ -115,18 +118,23 @@ def draw_order(
             source, order_key = KeyedPermutation(num_samples, key), _COMPUTED_KEY
         else:
             source = torch.randperm(num_samples, generator=torch.Generator().manual_seed(key))
-    return SampleOrder(source, regular_bounds(num_samples, loader, batch_size), key=order_key)
+    return SampleOrder(source, regular_bounds(num_samples, loader), key=order_key)
 
 
 class RegularBounds(Sequence[int]):
-    """The first position of each batch of `size` samples, then the number of samples; computed, not stored."""
+    """The first position of each batch of `size` samples, then the number of samples; computed, not stored.
 
-    def __init__(self, num_samples: int, size: int) -> None:
-        self._positions = range(0, num_samples, size)
+    The batches begin at `position` with step `first`. Of earlier steps, in batches of other sizes, only the order is right.
+    """
+
+    def __init__(self, num_samples: int, size: int, first: int = 0, position: int = 0) -> None:
+        self._positions = range(position, num_samples, size)
         self._num_samples = num_samples
+        self._first, self._position = first, position
+        self._len = first + len(self._positions) + 1
 
     def __len__(self) -> int:
-        return len(self._positions) + 1
+        return self._len
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -134,16 +142,25 @@ class RegularBounds(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if index in (-1, len(self._positions)):
+            return [self[i] for i in range(*index.indices(self._len))]
+        index += self._len if index < 0 else 0
+        if 0 <= index < self._first:
+            return self._position * index // self._first
+        if index == self._len - 1:
             return self._num_samples
-        return self._positions[index + 1 if index < 0 else index]
+        return self._positions[index - self._first if index >= 0 else self._len]
 
 
-def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | None = None) -> RegularBounds:
-    """Return the bounds of batches of `batch_size` (default: the loader's), without a short last one if it is dropped."""
+def regular_bounds(
+    num_samples: int, loader: DataLoader[Any], batch_size: int | None = None, first: int = 0, position: int = 0
+) -> RegularBounds:
+    """Return the bounds of batches of `batch_size` (default: the loader's), without a short last one if it is dropped.
+
+    See `RegularBounds` for `first` and `position`.
+    """
     size = batch_size or loader.batch_size or 1
-    return RegularBounds(num_samples - num_samples % size if loader.drop_last else num_samples, size)
+    num_dropped = (num_samples - position) % size if loader.drop_last else 0
+    return RegularBounds(num_samples - num_dropped, size, first, position)
 
 
 def is_function_of_seed(loader: DataLoader[Any]) -> bool:
@@ -164,7 +181,6 @@ def _share_order(
     epoch: int,
     rank: int,
     agree: BroadcastIntegers,
-    batch_size: int | None,
     own_key: int | None,
 ) -> SampleOrder:
     samplers = checks.samplers_of(loader)
@@ -196,7 +212,7 @@ def _share_order(
         source = header["keys"]
     bounds: Sequence[int]
     if header["lengths"] is None:
-        bounds = regular_bounds(len(source), loader, batch_size)
+        bounds = regular_bounds(len(source), loader)
     else:
         bounds = [0, *itertools.accumulate(header["lengths"])]
     return SampleOrder(

@@ -20,8 +20,8 @@ class StepPlanner(Protocol):
     def revision(self) -> int:
         """Return a number that grows when a decision changes plans of steps not yet executed."""
 
-    def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
+    def next_batch_size(self, *, in_epoch: bool) -> int | None:
+        """Return the global batch from now on; None keeps it. All ranks call it between two epochs, and steps (`in_epoch`)."""
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Broadcast rank 0's integers to all ranks."""

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, EvenloadError, StepError
+from evenload.training.adaptive_batch.growth import check_not_grown
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
 from evenload.training.checkpoint.load import find_resumable
@@ -94,7 +95,7 @@ class Saver:
                 if cursor.in_epoch and (self._skips_rest or is_over):
                     cursor = cursor.of_next_epoch()
                 loader.loader.load(cursor)
-                self._load_batch(state.get("batch"), in_epoch=cursor.in_epoch)
+                self._load_batch(state.get("batch"), cursor)
                 loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         except EvenloadError:
             for loader, earlier in zip(self._loaders, before, strict=True):
@@ -110,14 +111,11 @@ class Saver:
             self._context.wire.load_state_dict(state["wire"])
         randomness.load_state_dict(state["generators"], self._context.device)
 
-    def _load_batch(self, state: dict[str, Any] | None, *, in_epoch: bool) -> None:
+    def _load_batch(self, state: dict[str, Any] | None, cursor: Cursor) -> None:
         if self.adaptive_batch is not None:
-            self.adaptive_batch.growth.load_state_dict(state, in_epoch=in_epoch)
-        elif state is not None and in_epoch and state["batch_size"] != state["base"]:
-            raise CheckpointError(
-                f"the checkpoint stands inside an epoch in batches of {state['batch_size']}, which batch_max let grow from "
-                f"{state['base']}: keep batch_max until the epoch is over, or start from scratch with --fresh"
-            )
+            self.adaptive_batch.growth.load_state_dict(state, in_epoch=cursor.in_epoch)
+        elif state is not None:
+            check_not_grown(state, cursor)
 
     def resume(self, named: dict[str, Any]) -> SavedValues:
         context = self._context
@@ -415,6 +413,7 @@ class Saver:
 
     def unregistered(self) -> list[str]:
         """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
-        held = self._context.registry.values()
-        found = live_objects(LRScheduler, AveragedModel, besides=held) if self.resumed else ()
+        found = (
+            live_objects(LRScheduler, AveragedModel, besides=self._context.registry.values()) if self.resumed else ()
+        )
         return sorted(type(value).__name__ for value in found)

@@ -31,7 +31,8 @@ class RecentSteps:
         size = plan.num_samples, plan.num_micro, plan.world_size
         if size != self._size:
             before = self._size
-            if before is not None and size[0] < before[0] and size[1:] == before[1:] and plan.step > 0:
+            is_short = before is not None and size[0] < before[0] and size[1:] == before[1:] and plan.step > 0
+            if is_short and size[0] != step.loader.batch_size:
                 return
             self._size = size
             self._seconds.clear()

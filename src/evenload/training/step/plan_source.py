@@ -20,8 +20,8 @@ class PlanSource:
         """Return the shares of a step, where `sets_shares`."""
         raise NotImplementedError
 
-    def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
+    def next_batch_size(self, *, in_epoch: bool) -> int | None:
+        """Return the global batch from now on; None keeps it. All ranks call it between two epochs, and steps (`in_epoch`)."""
         return None
 
 

@@ -130,8 +130,8 @@ class Planner(StepsInOrder):
         """Return a number that grows whenever plans of later steps change."""
         return self._revision
 
-    def next_batch_size(self) -> int | None:
-        return self._source.next_batch_size()
+    def next_batch_size(self, *, in_epoch: bool) -> int | None:
+        return self._source.next_batch_size(in_epoch=in_epoch)
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         return self._control.agree(values)
@@ -377,7 +377,7 @@ class Planner(StepsInOrder):
         return best_split(batch_size, costs, caps, shares, quantum, (False, *self.may_leave[1:]))
 
     def resize(self, batch_size: int, shares: Shares | None) -> None:
-        """Set another global batch between two epochs, on all ranks; without shares in the present proportions."""
+        """Set another global batch between two steps, on all ranks; without shares in the present proportions."""
         old, self._pending = self._balancer, None
         self._restart(batch_size, shares or scale_shares(self.shares, batch_size))
         if old is not None and old.quantum > 1:
