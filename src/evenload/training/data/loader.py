@@ -159,10 +159,8 @@ class GlobalLoader:
         return steps
 
     def cursor(self) -> Cursor:
-        drawn, now = self._generators_before, self._generators
-        return Cursor(
-            **{**vars(self._cursor), "generators": randomness.save_generators(now) if drawn is None else drawn}
-        )
+        before = self._generators_before or randomness.save_generators(self._generators)
+        return Cursor(**{**vars(self._cursor), "generators": before})
 
     def commit(self, batch: GlobalBatch) -> int:
         """Count a step, once for each and before the next batch is requested, else StepError; return the steps of the job."""
@@ -260,7 +258,8 @@ class GlobalLoader:
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
         ahead: CopiedAhead | None = None
-        todo: Sequence[int] = range(drawn.step_at(cursor.position), drawn.num_steps)
+        begun = drawn.step_at(cursor.position)
+        todo: Sequence[int] = range(begun, drawn.num_steps)
         if cursor.ahead:
             todo = [step for step in todo if step not in dict(cursor.ahead)]
 
@@ -272,7 +271,6 @@ class GlobalLoader:
                 self._clock.switch(before)
 
         rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
-        begun = drawn.step_at(cursor.position)
         before = cursor.global_step - begun  # steps of earlier epochs
 
         def following(place: int | BatchPlace) -> Iterator[int | BatchPlace]:
@@ -302,8 +300,7 @@ class GlobalLoader:
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
             if ahead is not None or later is None or not reader.reading.num_workers:
                 return
-            plan = plan_of(later, batch)
-            for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
+            for span in spans_of(plan_of(later, batch), self._ranks)[:1]:  # none where this rank is left out
                 with contextlib.suppress(Exception):  # the next step reads again, and raises there
                     data = read(*span)
                     ahead = CopiedAhead(span, data, start_copy(data, self._device))
@@ -315,13 +312,13 @@ class GlobalLoader:
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
             while True:
-                done = self._cursor
-                size = planner.next_batch_size(done.global_step) if 0 < done.position < done.epoch_samples else None
-                if size is not None:
+                at = self._cursor
+                within = 0 < at.position < at.epoch_samples
+                if within and (size := planner.next_batch_size(at.global_step)) is not None:
                     self.resize(size)
-                    drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
+                    drawn = drawn.in_batches_of(size, self.user_loader, at.step, at.position)
                     self._move(epoch_samples=drawn.num_samples)
-                    todo, ahead = range(done.step, drawn.num_steps), None
+                    todo, ahead = range(at.step, drawn.num_steps), None
                     places = iter(planner.steps(todo))
                 if (given := next(places, None)) is None:
                     break
