@@ -23,7 +23,7 @@ from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
+from evenload.training.data.evaluate import EvaluationMembers, close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
@@ -176,6 +176,7 @@ class Session(StepListener):
             speed if rank in context.groups.generation.computing or world_size == 1 else 0.0
             for rank, speed in enumerate(speeds)
         )
+        members = EvaluationMembers(context.groups.membership.workers) if world_size > 1 else None
         return self._evaluate(
             loader,
             evaluation_batches(
@@ -189,7 +190,7 @@ class Session(StepListener):
                 device=context.device,
                 keyed_rng=context.config.dataset_rng == "keyed",
                 parts=self._evaluation_parts,
-                members=None if self._members is None else LiveEvaluationMembers(context),
+                members=members if self._members is None else LiveEvaluationMembers(context),
             ),
         )
 
