@@ -65,6 +65,7 @@ def evaluate(
         optimizer.zero_grad()
     Planner.speeds = lambda planner: tuple(map(float, planner.shares))  # type: ignore[method-assign]  # also 0
     inject(worker, place, at)
+    run.barrier()
     seen: list[int] = []
     joined: list[int] = []
     for batch in run.batches(DataLoader(range(num_samples), batch_size=BATCH)):
@@ -84,6 +85,9 @@ def evaluate(
         ("confirm", (Operation.GATHER_BATCH, 4)),
         ("confirm", (Operation.EVALUATE, 2)),
         ("before", (Operation.EVALUATE, 2)),
+        ("confirm", (Operation.EVALUATE, 1)),
+        ("before", (Operation.EVALUATE, 1)),
+        ("confirm", (Operation.BARRIER, 1)),
     ],
 )
 @pytest.mark.parametrize("shares", [(4, 4, 0), (4, 4, 4, 0)])
@@ -94,7 +98,7 @@ def test_a_rank_is_lost_beside_one_without_batches(
     supervised.start(len(shares))
     results = supervised.run(60)
     assert supervised.lost == [LOST] and len(results) == len(shares) - 1
-    gathered = at[1] // 2 if at[0] is Operation.GATHER_BATCH else NUM_SAMPLES // BATCH
+    gathered = (at[1] - 1) * NUM_SAMPLES // BATCH if at[0] is not Operation.GATHER_BATCH else at[1] // 2
     others = [sample for found in results.values() for sample in found["seen"]]
     assert len(others) == len(set(others)), "evaluated twice"
     for found in results.values():
