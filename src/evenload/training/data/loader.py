@@ -314,7 +314,17 @@ class GlobalLoader:
             places: Iterator[int | BatchPlace] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
-            while (given := next(places, None)) is not None:
+            while True:
+                done = self._cursor
+                size = planner.next_batch_size(done.global_step) if 0 < done.position < done.epoch_samples else None
+                if size is not None:
+                    self.resize(size)
+                    drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
+                    self._move(epoch_samples=drawn.num_samples)
+                    todo, ahead = range(done.step, drawn.num_steps), None
+                    places = iter(planner.steps(todo))
+                if (given := next(places, None)) is None:
+                    break
                 place = given
                 if not planner.in_order:
                     self._ranks = (planner.rank,)  # ranks may have been counted anew
@@ -328,13 +338,6 @@ class GlobalLoader:
                     revision = revised
                     on_replan()
                 yield batch
-                done = self._cursor
-                if done.position < done.epoch_samples and (size := planner.next_batch_size(in_epoch=True)) is not None:
-                    self.resize(size)
-                    drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
-                    self._move(epoch_samples=drawn.num_samples)
-                    todo, ahead = range(done.step, drawn.num_steps), None
-                    places = iter(planner.steps(todo))
             self._next_epoch()
         finally:
             reader.pause()
@@ -408,7 +411,7 @@ class GlobalLoader:
         self._begun = False
         self._generators_before = None
         self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
-        self._resized = self._planner.next_batch_size(in_epoch=False) or self._resized
+        self._resized = self._planner.next_batch_size(None) or self._resized
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})
