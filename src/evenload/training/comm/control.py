@@ -97,21 +97,27 @@ class Control:
         self.apart = False
         """True while ranks take different numbers of steps (strategy ``async``): calls of all ranks together are errors."""
         self._position = (0, -1)
-        self._without_batches: frozenset[int] = frozenset()
-        self._send_nothing: Callable[[Sequence[int]], object] = len
+        self._without_batches: Callable[[], Collection[int]] = tuple
+        self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
         self.guard: Guard | None = None
         """Repeats collectives in which a rank is lost (elastic/); None: a lost rank is an error."""
-        self.after_others_gather: Callable[[], None] = lambda: None
-        """Does what `guard` does after a collective, where this rank takes part in a gather from another exchange."""
+        self.after_others_gather: Callable[[Callable[[], None]], None] = lambda note: note()
+        """Does what `guard` does after a collective, where this rank takes part in a gather from another exchange: it calls
+        its argument once if all ranks hold the result."""
 
-    def join_gathers(self, without_batches: Collection[int], send_nothing: Callable[[Sequence[int]], object]) -> None:
+    def join_gathers(
+        self,
+        without_batches: Callable[[], Collection[int]],
+        send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]],
+    ) -> None:
         """Let ranks without batches take part in gathers inside the others' loops, from whichever exchange they wait in.
 
         Args:
-            without_batches: these ranks; the same on all ranks.
-            send_nothing: takes part in the gather that follows; its argument is the number of bytes of each rank.
+            without_batches: returns these ranks among the present members; the same on all ranks.
+            send_nothing: takes part in the gather that follows, and returns what notes it; its argument is the values of all
+                ranks, by rank, 0 for those without batches.
         """
-        self._without_batches = frozenset(without_batches)
+        self._without_batches = without_batches
         self._send_nothing = send_nothing
 
     def set_position(self, epoch: int, step: int) -> None:
@@ -165,12 +171,11 @@ class Control:
             end = _HEAD + len(part)
             row = [*head, *part, *[0.0] * (ROW_VALUES - end)]
             table = self._exchange_row(operation, row)
-            while self._without_batches and self._is_partial_gather(table):
-                table[[rank in self._without_batches for rank in self._groups.ranks], _HEAD:] = 0.0
-                if self._groups.rank not in self._without_batches:
+            while (without := self._without_batches()) and self._is_partial_gather(table, without):
+                table[[rank in without for rank in self._groups.ranks], _HEAD:] = 0.0
+                if self._groups.rank not in without:
                     return table[:, _HEAD:end]
-                self._send_nothing([int(length) for length in table[:, _HEAD]])
-                self.after_others_gather()
+                self.after_others_gather(self._send_nothing(table[:, _HEAD:]))
                 table = self._exchange_row(operation, row)
             heads = table[:, :_HEAD]
             if (heads != heads[0]).any():
@@ -209,9 +214,9 @@ class Control:
         except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise self._lost(operation, error) from None
 
-    def _is_partial_gather(self, table: NDArray[np.float64]) -> bool:
+    def _is_partial_gather(self, table: NDArray[np.float64], without: Collection[int]) -> bool:
         """Return whether all ranks with batches, and only they, are in a gather inside their loop."""
-        with_batches = [rank not in self._without_batches for rank in self._groups.ranks]
+        with_batches = [rank not in without for rank in self._groups.ranks]
         heads = table[with_batches, :_HEAD]
         return bool(len(heads)) and bool((heads == heads[0]).all()) and heads[0, 0] == Operation.GATHER_BATCH
 

@@ -71,41 +71,24 @@ def evaluation_batches(
     pin = bool(user_loader.pin_memory) and device.type == "cuda"
     reader = _reader_of(user_loader, seed, rank, keyed_rng, pin)
     parts = parts or EvaluationParts()
-    members = members or EvaluationMembers(world_size, rank)
+    members = members or EvaluationMembers(tuple(map(str, range(world_size))))
     if isinstance(reader, StreamReader):
-        batches = _stream_batches(reader, rank, weights, agree, epoch, parts)
+        batches = _stream_batches(reader, rank, weights, agree, epoch, parts, members)
     else:
-        batches = _map_batches(
-            reader,
-            user_loader,
-            rank,
-            weights,
-            agree,
-            seed,
-            epoch,
-            parts,
-            members or EvaluationMembers(world_size, rank),
-        )
+        batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch, parts, members)
     return (move(batch, device) for batch in batches)
 
 
 class EvaluationMembers:
     """The workers that evaluate; here they never change."""
 
-    def __init__(self, world_size: int, rank: int) -> None:
-        self._world_size = world_size
-        self._rank = rank
+    def __init__(self, workers: tuple[str, ...]) -> None:
+        self.workers = workers
+        """Their ids, by rank, when the loop begins."""
 
-    def now(self) -> tuple[str, ...]:
-        """Return their ids, by rank."""
-        return tuple(map(str, range(self._world_size)))
-
-    def index(self) -> int:
-        """Return this worker's rank."""
-        return self._rank
-
-    def end_round(self) -> None:
-        """Wait until all of them have used their batches; equal on all of them, `now` then names those that are left."""
+    def end_round(self) -> tuple[str, ...]:
+        """Wait until all of them have used their batches; return those that are left, the same on all of them."""
+        return self.workers
 
 
 def close_persistent_workers() -> None:
@@ -155,9 +138,10 @@ def _num_members(weights: Sequence[float]) -> int:
     return sum(weight > 0 for weight in weights) or len(weights)
 
 
-def _ranks_without(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Return the ranks that receive no batch of an evaluation."""
-    return [rank for rank, part in enumerate(cut_parts(min(num_samples, len(weights)), weights)) if not part]
+def _workers_without(num_samples: int, weights: Sequence[float], members: EvaluationMembers) -> list[str]:
+    """Return the workers that receive no batch of an evaluation."""
+    parts = cut_parts(min(num_samples, len(weights)), weights)
+    return [worker for worker, part in zip(members.workers, parts, strict=True) if not part]
 
 
 def _part(low: int, high: int, weights: Sequence[float], rank: int) -> tuple[int, int]:
@@ -195,30 +179,33 @@ def _map_batches(
     rounds = cut_rounds(drawn.bounds, _num_members(weights))
     batches: dict[str, list[Sequence[int]]] = {
         worker: [range(*span) for low, high in rounds if (span := _part(low, high, weights, other))[0] < span[1]]
-        for other, worker in enumerate(members.now())
+        for other, worker in enumerate(members.workers)
     }
-    parts.begin(_ranks_without(drawn.num_samples, weights))
+    parts.begin(_workers_without(drawn.num_samples, weights, members))
     try:
-        own = batches[members.now()[rank]]
+        own = batches[members.workers[rank]]
         while True:
             tasks = [ReadTask(epoch, places[0], tuple(_keys(drawn, places))) for places in own]
             reader.read_ahead(epoch, functools.partial(iter, tasks))
             for task, places in zip(tasks, own, strict=True):
                 batch = reader.get(task)
-                for low, high in _runs(places):
-                    parts.add(high - low, low)
+                parts.add(_runs(places))
                 yield batch
-            members.end_round()
-            now = members.now()
+            now = members.end_round()
             if not (lost := [worker for worker in batches if worker not in now]):
                 break
-            left = [part for worker in lost for part in batches.pop(worker)[parts.num_gathered(worker) :]]
+            left = [
+                places
+                for worker in lost
+                for number, places in enumerate(batches.pop(worker), 1)
+                if not parts.was_gathered(worker, number)
+            ]
             most = max(len(parts_of) for parts_of in batches.values())
-            cut = _cut_again(sorted(itertools.chain.from_iterable(left)), len(now), max(1, most))
-            own = cut[members.index()]
-            for worker, more in zip(now, cut, strict=True):
+            cut = dict(zip(now, _cut_again(sorted(itertools.chain(*left)), len(now), max(1, most)), strict=True))
+            own = cut[members.workers[rank]]
+            for worker, more in cut.items():
                 batches.setdefault(worker, []).extend(more)
-            parts.go_on([other for other, more in enumerate(cut) if not more])
+            parts.go_on([worker for worker, more in cut.items() if not more])
     finally:
         parts.end()
         reader.pause()
@@ -256,6 +243,7 @@ def _stream_batches(
     agree: order.BroadcastIntegers,
     epoch: int,
     parts: EvaluationParts,
+    members: EvaluationMembers,
 ) -> Iterator[Any]:
     position = 0
     rounds: Iterator[StreamBatch] = iter(())
@@ -269,13 +257,13 @@ def _stream_batches(
     try:
         batch = read_first()
         # A round has fewer samples than ranks only where the whole stream has.
-        parts.begin(_ranks_without(len(batch), weights))
+        parts.begin(_workers_without(len(batch), weights, members))
         batch = check_same_stream(agree, rank, batch, "evaluation", read_first)
         while len(batch):
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
-                parts.add(high - low, low)
+                parts.add([(low, high)])
                 yield reader.collate(batch.samples(low, high), low)
             batch = check_same_stream(agree, rank, next(rounds, StreamBatch([], position)), "evaluation")
     finally:

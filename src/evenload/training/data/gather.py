@@ -16,13 +16,14 @@ from __future__ import annotations
 import itertools
 import operator
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DesyncError, PeerLostError
 from evenload.training.comm.control import Control, Operation
@@ -32,36 +33,44 @@ from evenload.training.comm.groups import Groups
 class EvaluationParts:
     """This rank's parts of the newest `run.batches`, in the order of its rounds."""
 
-    def __init__(self, on_begin: Callable[[Collection[int]], object] = len) -> None:
-        """`on_begin` receives the ranks without batches, when a loop begins."""
-        self._on_begin = on_begin
+    def __init__(self) -> None:
+        self.without_batches: frozenset[str] = frozenset()
+        """The workers that have no batches in the loop, or none any more."""
+        self.num_batches = 0
+        """Batches that this rank has received in the loop."""
         self.sizes: list[int] = []
         self.starts: list[int] = []
         """Position of the first sample of each part, in the loader's order."""
         self.is_running = False
         """True inside a loop over `run.batches`."""
-        self._gathered: list[tuple[str, ...]] = []
+        self._gathered: set[tuple[str, int]] = set()
 
-    def begin(self, without_batches: Collection[int]) -> None:
-        self.sizes, self.starts, self._gathered = [], [], []
+    def begin(self, without_batches: Collection[str]) -> None:
+        self.sizes, self.starts, self._gathered, self.num_batches = [], [], set(), 0
         self.is_running = True
-        self._on_begin(without_batches)
+        self.go_on(without_batches)
 
-    def go_on(self, without_batches: Collection[int]) -> None:
+    def go_on(self, without_batches: Collection[str]) -> None:
         """Continue the loop with the batches of ranks that were lost in it."""
-        self._on_begin(without_batches)
+        self.without_batches = frozenset(without_batches)
 
-    def add(self, num_samples: int, start: int) -> None:
-        self.sizes.append(num_samples)
-        self.starts.append(start)
+    def add(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Add a batch: the spans of its positions in the loader's order."""
+        self.num_batches += 1
+        for low, high in spans:
+            self.sizes.append(high - low)
+            self.starts.append(low)
 
-    def note_gather(self, workers: tuple[str, ...]) -> None:
-        """Count a gather inside the loop among these workers: what they computed of one batch each is not lost with them."""
-        self._gathered.append(workers)
+    def note_gather(self, batches: Mapping[str, int]) -> None:
+        """Note a gather inside the loop: each worker's batch of this number (from 1 on; 0: none) is not lost with it.
 
-    def num_gathered(self, worker: str) -> int:
-        """Return how many batches of a worker were gathered inside the loop."""
-        return sum(worker in workers for workers in self._gathered)
+        All ranks note it, also those without batches, so that they agree on what a lost rank leaves.
+        """
+        self._gathered.update(batches.items())
+
+    def was_gathered(self, worker: str, number: int) -> bool:
+        """Return whether a worker's batch of this number was gathered inside the loop."""
+        return (worker, number) in self._gathered
 
     def end(self) -> None:
         self.is_running = False
@@ -69,9 +78,24 @@ class EvaluationParts:
 
 def follow_evaluation(groups: Groups, control: Control) -> EvaluationParts:
     """Return the parts of the newest `run.batches`; see Note [Ranks without batches]."""
-    return EvaluationParts(
-        lambda without: control.join_gathers(without, lambda lengths: _exchange_bytes(b"", lengths, groups))
-    )
+    parts = EvaluationParts()
+
+    def without_batches() -> list[int]:
+        without = parts.without_batches
+        return [rank for rank, worker in enumerate(groups.membership.workers) if worker in without] if without else []
+
+    def send_nothing(table: NDArray[np.float64]) -> Callable[[], None]:
+        _exchange_bytes(b"", [int(length) for length in table[:, 0]], groups)
+        batches = _numbers_of(table[:, 1], groups)
+        return lambda: parts.note_gather(batches)
+
+    control.join_gathers(without_batches, send_nothing)
+    return parts
+
+
+def _numbers_of(numbers: Iterable[float], groups: Groups) -> dict[str, int]:
+    """Return by worker what each rank sent, as long as the groups are those in which it was sent."""
+    return dict(zip(groups.membership.workers, map(int, numbers), strict=False))
 
 
 @dataclass(frozen=True)
@@ -126,15 +150,17 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
         ) from error
     operation = Operation.GATHER_BATCH if parts.is_running and parts.sizes else Operation.GATHER
 
-    def exchange() -> list[tuple[int, bytes]]:
-        table = control.exchange(operation, [float(len(own))])
-        payloads = _exchange_bytes(own, [int(row[0]) for row in table], groups)
-        return list(zip(groups.ranks, payloads, strict=True))
+    def exchange() -> tuple[list[tuple[int, bytes]], dict[str, int]]:
+        table = control.exchange_table(operation, [float(len(own)), float(parts.num_batches)])
+        payloads = _exchange_bytes(own, [int(length) for length in table[:, 0]], groups)
+        # Here, not after it: the members may be others by then, on some ranks only.
+        return list(zip(groups.ranks, payloads, strict=True)), _numbers_of(table[:, 1], groups)
 
-    sent = {rank: pickle.loads(data) for rank, data in control.guarded(exchange) if data}
+    payloads, batches = control.guarded(exchange)
+    sent = {rank: pickle.loads(data) for rank, data in payloads if data}
     _check_outlines(sent, groups.rank)
     if operation is Operation.GATHER_BATCH:
-        parts.note_gather(groups.membership.workers)
+        parts.note_gather(batches)
     order = _round_order(list(sent.values()))
     joined = [
         _join({rank: each.leaves[index] for rank, each in sent.items()}, leaf, order)

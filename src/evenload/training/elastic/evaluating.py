@@ -9,14 +9,13 @@ from evenload.training.step.context import TrainingContext
 
 class LiveEvaluationMembers(EvaluationMembers):
     def __init__(self, context: TrainingContext) -> None:
-        super().__init__(context.groups.world_size, context.groups.rank)
+        super().__init__(context.groups.membership.workers)
         self._context = context
 
-    def now(self) -> tuple[str, ...]:
-        return self._context.groups.membership.workers
+    def end_round(self) -> tuple[str, ...]:
+        return self._context.control.guarded(self._meet)
 
-    def index(self) -> int:
-        return self._context.groups.rank
-
-    def end_round(self) -> None:
+    def _meet(self) -> tuple[str, ...]:
         self._context.control.exchange(Operation.EVALUATE)
+        # Here, not after it: the members may be others by then, on some ranks only.
+        return self._context.groups.membership.workers

@@ -88,6 +88,7 @@ class Members(StepListener):
         self._tried = context.groups.membership.number
         """Highest number of a membership that was built, or failed to be."""
         self._num_collectives = 0
+        self._note_others_gather: Callable[[], None] = lambda: None
         self._is_away = False
         """This rank computed nothing before the change (leaving.py), so its state is old."""
         self._schedule = schedule
@@ -149,15 +150,17 @@ class Members(StepListener):
                 num_completed = self._follow_changes(error)
                 if has_result and num_completed > self._num_collectives:
                     break
-                self._num_collectives = (
-                    num_completed  # more: a gather of others, in which this rank took part from here
-                )
+                if num_completed > self._num_collectives:  # a gather of others, in which this rank took part from here
+                    self._note_others_gather()
+                self._num_collectives = num_completed
         self._num_collectives += 1
         return result
 
-    def _end_others_gather(self) -> None:
+    def _end_others_gather(self, note: Callable[[], None]) -> None:
+        self._note_others_gather = note
         self._context.control.confirm()
         self._num_collectives += 1
+        note()
 
     # -- Recovery -------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
+from evenload.training.data.checks import check_loader
+from evenload.training.data.evaluate import EvaluationMembers, close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
@@ -167,37 +168,44 @@ class Session(StepListener):
             raise ConfigError(
                 "run.batches received a loader from run.prepare, which is for training; pass a plain DataLoader"
             )
+        check_loader(loader)
+        return self._evaluate(loader)
+
+    def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         context = self._context
-        world_size = context.groups.world_size
+        context.loop.settle()
+        rank, speeds, members = context.control.guarded(lambda: self._meet_to_evaluate(loader))
+        batches = evaluation_batches(
+            loader,
+            rank=rank,
+            world_size=len(speeds),
+            weights=speeds,
+            agree=context.control.agree,
+            seed=context.config.seed,
+            epoch=0,
+            device=context.device,
+            keyed_rng=context.config.dataset_rng == "keyed",
+            parts=self._evaluation_parts,
+            members=members,
+        )
+        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
+            yield from batches
+
+    def _meet_to_evaluate(self, loader: DataLoader[Any]) -> tuple[int, tuple[float, ...], EvaluationMembers]:
+        """Return this rank, all speeds and the members that meet here: right after it they may be others, on some ranks only."""
+        prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
+        groups = self._context.groups
+        world_size = groups.world_size
         speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0,)
         if len(speeds) != world_size:
             speeds = (1.0 / world_size,) * world_size
         speeds = tuple(
-            speed if rank in context.groups.generation.computing or world_size == 1 else 0.0
+            speed if rank in groups.generation.computing or world_size == 1 else 0.0
             for rank, speed in enumerate(speeds)
         )
-        return self._evaluate(
-            loader,
-            evaluation_batches(
-                loader,
-                rank=context.groups.rank if world_size > 1 else 0,
-                world_size=world_size,
-                weights=speeds,
-                agree=context.control.agree,
-                seed=context.config.seed,
-                epoch=0,
-                device=context.device,
-                keyed_rng=context.config.dataset_rng == "keyed",
-                parts=self._evaluation_parts,
-                members=None if self._members is None else LiveEvaluationMembers(context),
-            ),
-        )
-
-    def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-        self._context.loop.settle()
-        prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
-        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
-            yield from batches
+        workers = groups.membership.workers if world_size > 1 else (self._context.spec.worker,)
+        members = EvaluationMembers(workers) if self._members is None else LiveEvaluationMembers(self._context)
+        return groups.rank if world_size > 1 else 0, speeds, members
 
     def synchronised_weights(self, *, together: bool = False) -> contextlib.AbstractContextManager[None]:
         """Let the models hold weights of all islands while the body runs; `together`: all ranks do it."""
