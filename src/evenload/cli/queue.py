@@ -272,11 +272,15 @@ def _reserve(client: Client, given: list[str], at: str | None, every: str | None
     lines = [f"reservation {made['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}"]
     for other in client.call("status")["reservations"]:
         both = sorted(set(other["devices"]) & set(made["devices"]))
-        if both and other["id"] != made["id"] and max(other["start_s"], start_s) < min(other["end_s"], end_s):
+        if not both or other["id"] == made["id"]:
+            continue
+        if max(other["start_s"], start_s) < min(other["end_s"], end_s):
             whose = ", ".join(other["users"]) or "nobody"
             lines.append(
                 f"it overlaps {other['id']}, for {whose}: meanwhile only users of both may use {', '.join(both)}"
             )
+        elif every or other["every"]:
+            lines.append(f"{other['id']} is for {', '.join(both)} too: only the next windows of both were compared")
     return answer, "\n".join(lines)
 
 

@@ -12,6 +12,8 @@ def violations(snapshot: QueueSnapshot) -> list[str]:
     found: list[str] = []
     holder: dict[str, Job] = {}
     held_by: dict[str, int] = {}
+    given_to: dict[str, int] = {}
+    """User → devices of their jobs once those that resize have done so."""
     for job in snapshot.jobs:
         found += _of_job(snapshot, job)
         for device in {*job.devices, *job.target}:
@@ -19,9 +21,13 @@ def violations(snapshot: QueueSnapshot) -> list[str]:
             if other is not job and not (other.spec.share_device and job.spec.share_device):
                 found.append(f"device {device} is given to {other.id} and to {job.id}, and not both of them share it")
         held_by[job.spec.user] = held_by.get(job.spec.user, 0) + len(job.devices)
+        given_to[job.spec.user] = given_to.get(job.spec.user, 0) + max(len(job.devices), len(job.target))
     for name, user in snapshot.users.items():
         if user.num_devices != held_by.get(name, 0):
             found.append(f"user {name} is counted with {user.num_devices} devices and holds {held_by.get(name, 0)}")
+        most = user.limits.max_devices
+        if most is not None and given_to.get(name, 0) > most:
+            found.append(f"user {name} has {given_to[name]} devices and may have {most}")
     return found
 
 

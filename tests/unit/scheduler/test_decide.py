@@ -251,6 +251,40 @@ class TestLimits:
         queue.settle()
         assert len(queue.devices("elastic")) == 3
 
+    @pytest.mark.parametrize("policy", ["default", "fair_share", "goodput", "cost"])
+    def test_jobs_that_grow_in_one_plan_stay_within_it_together(self, policy: str) -> None:
+        queue = Queue(box(8), policy=policy)
+        queue.submit(6, name="large", user="bob")
+        queue.settle()
+        for most, name in enumerate(("one", "two"), start=1):
+            queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=most)))
+            queue.submit((1, 8), name=name)
+            queue.settle()
+        assert len(queue.devices("one")) == len(queue.devices("two")) == 1
+        queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=4)))
+        queue.now_s = 1000.0
+        queue.ended("large")
+        queue.submit(1, name="behind", priority=-1)
+        queue.settle()
+        assert len(queue.devices("one")) + len(queue.devices("two")) + len(queue.devices("behind")) == 4
+
+    def test_growth_onto_devices_that_are_coming_counts_too(self) -> None:
+        queue = Queue([*box(8), *box(1, kind="cpu")], policy="goodput")
+        queue.submit(6, name="large", user="bob", kinds=("gpu",))
+        queue.settle()
+        queue.submit((1, 8), name="one", kinds=("gpu",))
+        queue.settle()
+        assert len(queue.devices("one")) == 2
+        queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=4)))
+        queue.now_s = 1000.0
+        queue.apply(events.StopRequested(queue.now_s, "large", JobState.CANCELLED, "cancelled"))
+        queue.submit(1, name="behind", kinds=("cpu",), priority=-1)
+        queue.decide()
+        assert queue.waits()["behind"] == "ann has 4 devices and may have 4"
+        queue.yielded("large")
+        queue.settle()
+        assert len(queue.devices("one")) == 4
+
     def test_too_many_queued_or_too_large_is_refused_with_the_reason(self) -> None:
         queue = Queue([*box(2, 2, "a"), *box(1, 1, "b")])
         queue.apply(events.LimitsSet(0.0, "ann", Limits(max_queued=1, max_devices=2)))

@@ -51,6 +51,41 @@ def test_elastic_jobs_start_with_what_no_other_job_needs_and_keep_it(policy: str
     assert not queue.devices("waits") and len(queue.devices("beside one that waits")) <= 1
 
 
+@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt", "default", "fair_share", "cost"])
+@pytest.mark.parametrize("limits", [Limits(max_devices=1), Limits(max_running=1)])
+def test_jobs_that_their_users_limit_keeps_waiting_need_no_devices(policy: str, limits: Limits) -> None:
+    queue = Queue(box(8), policy=policy)
+    queue.apply(events.LimitsSet(0.0, "bob", limits))
+    for _ in range(10):
+        queue.submit(1, user="bob")
+    queue.submit((1, 8), name="elastic")
+    queue.settle()
+    assert len(queue.devices("elastic")) == 7
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
+@pytest.mark.parametrize("num_waiting", [1, 12])
+def test_jobs_need_no_more_devices_of_a_kind_than_are_free(policy: str, num_waiting: int) -> None:
+    queue = Queue([*box(8), *box(2, kind="cpu")], policy=policy)
+    for _ in range(num_waiting):
+        queue.submit(1, kinds=("cpu",))
+    queue.submit(2, kinds=("gpu",))
+    queue.submit((1, 8), name="elastic", kinds=("gpu",))
+    queue.submit(3, kinds=("gpu", "cpu"), name="either")  # it needs what the others leave of the CPUs, and else GPUs
+    queue.settle()
+    assert len(queue.devices("elastic")) == (3 if num_waiting > 1 else 4)
+    assert len(queue.devices("either")) == 3
+
+
+def test_what_a_users_limit_leaves_goes_to_other_users() -> None:
+    queue = Queue(box(8), policy="fifo")
+    queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=3)))
+    for user in ("ann", "ann", "bob"):
+        queue.submit((1, 8), user=user)
+    queue.settle()
+    assert [len(queue.devices(job)) for job in ("j1", "j2", "j3")] == [2, 1, 5]
+
+
 def test_priority_puts_classes_first_and_never_swaps_equals() -> None:
     queue = Queue(box(1), policy="priority", min_run_s=0.0)
     queue.submit(1, name="low")

@@ -58,8 +58,7 @@ class JobChanges:
             if size >= len(job.devices) or (job.id in keeping and job.spec.resize_s is None):
                 continue
             if size == 0:
-                reason = "its devices help other jobs more"
-                self._leave(job, StopRequested(self._now_s, job.id, reason=reason))
+                self._leave(job, StopRequested(self._now_s, job.id, reason="its devices help other jobs more"))
                 continue
             kept = self._kept(job, max(size, job.spec.needs.min_devices))
             if kept is not None and len(kept) < len(job.devices):
@@ -84,8 +83,7 @@ class JobChanges:
     def grow(self, job: Job) -> None:
         """Give devices to a running job that should have more, in its turn."""
         num = len(job.devices)
-        wanted = self._decision.sizes.get(job.id, 0) - num
-        wanted = self._limits.most(job.spec.user, wanted) if wanted > 0 else 0
+        wanted = self._limits.most(job.spec.user, self._decision.sizes.get(job.id, 0) - num)
         if wanted <= 0 or job.id in self.changed or not job.spec.preemptible:
             return
         choice, free, own = self._choices.of(job), self._free, self._eligibility.usable(job)
@@ -94,11 +92,14 @@ class JobChanges:
         is_now = free.compact(choice, size) == size
         slots = free.find(choice, size, soon=not is_now) if size > num else None
         free.take(own)
-        if slots is not None and is_now:
+        if slots is None:
+            return
+        self._limits.grow(job.spec.user, size - num)
+        if is_now:
             slots = self._beside_own(job, own, slots)
             self._exchange(own, slots)
             self._resize(job, slots, is_forced=False)
-        elif slots is not None:  # what is coming is kept for it; until then it goes on as it is
+        else:  # what is coming is kept for it; until then it goes on as it is
             free.take([slot for slot in slots if slot not in own])
 
     def move_to_faster(self, job: Job, window: BackfillWindow | None) -> None:

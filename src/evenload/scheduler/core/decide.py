@@ -16,13 +16,7 @@ from dataclasses import dataclass
 
 from evenload.scheduler.core.backfill import BackfillWindow, backfill_window
 from evenload.scheduler.core.changes import JobChanges
-from evenload.scheduler.core.eligibility import (
-    Eligibility,
-    PoolChoices,
-    is_bound,
-    is_overdue,
-    is_young,
-)
+from evenload.scheduler.core.eligibility import Eligibility, PoolChoices, is_bound, is_overdue, is_young
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
@@ -122,7 +116,9 @@ class _Planning:
             users=self.snapshot.users,
             settings=self.settings,
             num_devices=num_held + len(eligibility.free) + len(eligibility.coming),
+            free=[*eligibility.free, *eligibility.coming],
             settled=settled,
+            holders=[*eligibility.holders, *self.sharing.followers],
             keeping=keeping,
             past=self.snapshot.past,
             oldest=oldest_work([*jobs, *settled], self.now_s),
@@ -167,7 +163,10 @@ class _Planning:
                     if has_speeds and job.id not in self.decision.kinds:
                         changes.move_to_faster(job, self.window)
                 continue
-            if not self._within_limits(job) or (job.spec.share_device and self._join(job)):
+            if reason := self.limits.reached(job):
+                self._wait(job, reason)
+                continue
+            if job.spec.share_device and self._join(job):
                 continue
             is_all_gone = not self.free.num_free and not self.free.num_coming and candidates.is_empty
             # With shared devices a reservation is needed first: joining jobs may not delay the first in line.
@@ -273,12 +272,6 @@ class _Planning:
         if window is not None and window.start_s == math.inf:
             return math.inf  # the first in line may get its devices at any moment
         return gone_s
-
-    def _within_limits(self, job: Job) -> bool:
-        reason = self.limits.reached(job)
-        if reason:
-            self._wait(job, reason)
-        return not reason
 
     def _commands(self) -> list[Command]:
         devices, now_s = self.snapshot.layout.devices, self.now_s

@@ -22,8 +22,12 @@ class PolicyInput:
     settings: Settings
     num_devices: int
     """Devices that are free, coming free, or held by `jobs`."""
+    free: Sequence[int]
+    """Indices of those that are free or coming free."""
     settled: Sequence[Job]
     """Jobs that are about to run on devices which can't be changed now (STARTING, RESIZING)."""
+    holders: Sequence[Job]
+    """All jobs that hold devices: these count towards limits."""
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     layout: Layout

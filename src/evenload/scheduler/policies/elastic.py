@@ -10,12 +10,14 @@ relaxation). A gang of at least m devices is one segment from 0 to m.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from evenload.scheduler.core.estimates import change_s, work_left
+from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
@@ -138,8 +140,11 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
 
 
-def share_out(bids: Sequence[Bid], num_devices: int) -> dict[str, int]:
-    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors."""
+def share_out(bids: Sequence[Bid], num_devices: int, limits: LimitUse | None = None) -> dict[str, int]:
+    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors.
+
+    With `limits`, in which the floors are counted, no user gets more than they may have; what they get is counted there too.
+    """
     segments = []
     for index, offer in enumerate(bids):
         for low, high, slope in _hull(offer):
@@ -152,44 +157,94 @@ def share_out(bids: Sequence[Bid], num_devices: int) -> dict[str, int]:
             break
         if sizes[offer.job.id] != low or slope >= 0:
             continue
-        high = high if high - low <= num_devices else _largest_that_pays(offer, low, low + num_devices)
+        user = offer.job.spec.user
+        room = num_devices if limits is None else limits.most(user, num_devices)
+        high = high if high - low <= room else _largest_that_pays(offer, low, low + room)
         if high > low and offer.speedups[high] > offer.speedups[low]:
             sizes[offer.job.id] = high
             num_devices -= high - low
+            if limits is not None:
+                limits.grow(user, high - low)
     return sizes
 
 
 def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
     """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
-    Rigid jobs, and those for which no devices are left, are not in the result.
+    Rigid jobs, and those for which no devices are left or which a limit keeps waiting, are not in the result.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return {}
-    left, churn = inputs.num_devices, churn_of(inputs)
+    left, churn, limits = inputs.num_devices, churn_of(inputs), LimitUse(inputs.users, ())
+    for job in inputs.holders:
+        limits.add(job, _least(inputs, job))
     bids = []
     for job in order:
         if left <= 0:
             break
-        is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
-        least = job.spec.needs.min_devices
-        if job.devices:
-            least = max(least, kept_devices(inputs, job)) if is_elastic else len(job.devices)
-        if least <= left:
-            left -= least
-            if is_elastic:
-                bids.append(bid(inputs, job, 1.0, least, churn))
-    return share_out(bids, left)
+        least = _least(inputs, job)
+        if least > left or (not job.devices and limits.reached(job)):
+            continue
+        left -= least
+        if not job.devices:
+            limits.add(job, least)
+        if job.spec.needs.min_devices < job.spec.needs.max_devices:
+            bids.append(bid(inputs, job, 1.0, least, churn))
+    return share_out(bids, left, limits)
+
+
+def _least(inputs: PolicyInput, job: Job) -> int:
+    """Return how many devices a job has in any case if it is to have some: all that it holds if no policy can resize it."""
+    least = job.spec.needs.min_devices
+    if job.state is JobState.RUNNING and least < job.spec.needs.max_devices:
+        return max(least, kept_devices(inputs, job))
+    return len(job.devices) or least
 
 
 def starting_sizes(inputs: PolicyInput) -> Mapping[str, int]:
     """Size the elastic jobs that start, for a policy that resizes no running one: they share what no other job needs."""
-    elastic = [j for j in inputs.jobs if not j.devices and j.spec.needs.min_devices < j.spec.needs.max_devices]
-    left = inputs.num_devices - sum([len(job.devices) or job.spec.needs.min_devices for job in inputs.jobs])
-    if left <= 0 or not elastic:
+    pending = [job for job in inputs.jobs if not job.devices]
+    if not inputs.free or not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in pending):
         return {}
-    churn = churn_of(inputs)
-    return share_out([bid(inputs, job, 1.0, job.spec.needs.min_devices, churn) for job in elastic], left)
+    pools, limits, churn = inputs.layout.pools, LimitUse(inputs.users, inputs.holders), churn_of(inputs)
+    usable: dict[int, frozenset[int]] = {}
+    """By the identity of their needs: most jobs' are one object."""
+    needed: Counter[frozenset[int]] = Counter()
+    """Pools → how many of their devices the jobs need that can use just these."""
+    elastic: defaultdict[frozenset[int], list[Job]] = defaultdict(list)
+    free = Counter([inputs.layout.pool_of[slot] for slot in inputs.free])
+    num_free: dict[frozenset[int], int] = {}
+    for job in pending:
+        needs = job.spec.needs
+        if (own := usable.get(id(needs))) is None:
+            own = usable[id(needs)] = frozenset([index for index, pool in enumerate(pools) if pool.suits(needs)])
+            num_free[own] = sum([free[pool] for pool in own])
+        if needed[own] >= num_free[own] or limits.reached(job):
+            continue
+        limits.add(job, needs.min_devices)
+        needed[own] += needs.min_devices
+        if needs.min_devices < needs.max_devices:
+            elastic[own].append(job)
+    sizes: dict[str, int] = {}
+    for own, jobs in elastic.items():
+        if (spare := _spare(free, needed, own)) > 0:
+            bids = [bid(inputs, job, 1.0, job.spec.needs.min_devices, churn) for job in jobs]
+            found = share_out(bids, spare, limits)
+            needed[own] += sum(found.values()) - sum([offer.floor for offer in bids])
+            sizes |= found
+    return sizes
+
+
+def _spare(free: Mapping[int, int], needed: Mapping[frozenset[int], int], own: frozenset[int]) -> int:
+    """Return how many free devices of these pools nobody needs: the jobs with the least choice first, elsewhere if they can."""
+    left = dict(free)
+    for pools in sorted(needed, key=len):
+        num = needed[pools]
+        for pool in sorted(pools, key=lambda pool: (pool in own, pool)):
+            part = min(num, left.get(pool, 0))
+            left[pool] = left.get(pool, 0) - part
+            num -= part
+    return sum([left.get(pool, 0) for pool in own])
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:
