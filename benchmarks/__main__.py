@@ -63,6 +63,7 @@ _WITH_ONLY = (
     "islands",
     "cut_link",
     "lost_hosts",
+    "queue_crash",
 )
 
 
@@ -82,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--only",
         default=None,
         help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of wire: rates "
-        "in Mbit/s; of overlap: 'no limit' or '1 Gbit/s'; of faults, cut_link and lost_hosts: seeds; of queue_product: parts",
+        "in Mbit/s; of overlap: 'no limit' or '1 Gbit/s'; of faults, cut_link, lost_hosts and queue_crash: seeds; of "
+        "queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):

@@ -9,7 +9,7 @@ its clock is three hours late for two hours. On the third day summer time ends; 
 change. Each program notes when it began and ended.
 
 Bars: no job lost (also: none ends in another state than it must), none run twice, none twice at once, each bill right to 1 s,
-never more than one hour and the longest move (another) without a backup, each reservation at its time of day.
+never more than one hour, the longest move (another) and a minute without a backup, each reservation at its time of day.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.report import rows
 
 _DAYS = 7
 _BILL_S = 1.0
-_BACKUP_S = 2 * 3600.0
+_BACKUP_S = 2 * 3600.0 + 60.0
 
 
 def measure(quick: bool) -> dict[str, Any]:

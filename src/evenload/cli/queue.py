@@ -243,7 +243,10 @@ def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     for name, value in _pairs(rest).items():
         if name not in read:
             raise ConfigError(f"{name}: unknown limit; limits: {', '.join(read)}")
-        changes[name] = None if value == "none" else read[name](value)
+        try:
+            changes[name] = None if value == "none" else read[name](value)
+        except ValueError:
+            raise ConfigError(f"{name}={value}: expected a {'whole ' * (read[name] is int)}number, or none") from None
     answer = client.call("limits", user=user, **changes)
     return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
 
@@ -265,10 +268,16 @@ def _reserve(client: Client, given: list[str], at: str | None, every: str | None
     for_whom = ", ".join(users) or "nobody (maintenance)"
     begin = "now on" if at is None else moment(start_s)
     repeated = "" if every is None else f", every {every}"
-    return (
-        answer,
-        f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}",
-    )
+    made = answer["reservation"]
+    lines = [f"reservation {made['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}"]
+    for other in client.call("status")["reservations"]:
+        both = sorted(set(other["devices"]) & set(made["devices"]))
+        if both and other["id"] != made["id"] and max(other["start_s"], start_s) < min(other["end_s"], end_s):
+            whose = ", ".join(other["users"]) or "nobody"
+            lines.append(
+                f"it overlaps {other['id']}, for {whose}: meanwhile only users of both may use {', '.join(both)}"
+            )
+    return answer, "\n".join(lines)
 
 
 def _release(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:

@@ -157,10 +157,12 @@ def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
     folder = folder_of(queue)
     try:
         ids = ids_of([name], folder)
-    except QueueError:
+    except QueueError as error:
         if queue is not None:
             raise
-        return False
+        if "/" in name or not (folder / "queue.sqlite").exists():
+            return False
+        raise QueueError(f"{name}: there is no such run folder, and {error}") from error
     for number in ids:
         summary = job_summary.summarize_job(folder, number)
         if as_json:

@@ -96,7 +96,9 @@ def submit(
         ),
     ] = None,
     link: Annotated[list[str] | None, typer.Option(metavar="DIR", help="Folder that the snapshot links to.")] = None,
-    grace: Annotated[str | None, typer.Option(metavar="TIME", help="Time to save and stop. Default: 60s.")] = None,
+    grace: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time to save and stop, at most 1d. Default: 60s.")
+    ] = None,
     idle_end: Annotated[
         str | None, typer.Option(metavar="TIME", help="End it once its devices have been idle for TIME.")
     ] = None,

@@ -61,10 +61,10 @@ class LateMember:
 
 def closed_reason(config: RendezvousConfig, built: World) -> str:
     """Return the text with which machines are refused that can't join a run in progress."""
+    names = ", ".join(machine.name for machine in built.machines if machine.name)
     return (
-        f"the run at {config.endpoint} began at {time.strftime('%H:%M:%S')} with "
-        f"{', '.join(machine.name for machine in built.machines)}, and no machine can join it now; wait for its end, or "
-        "choose another port"
+        f"the run at {config.endpoint} began at {time.strftime('%H:%M:%S')} with {names}, and no machine can join it now; wait "
+        "for its end, or choose another port"
     )
 
 

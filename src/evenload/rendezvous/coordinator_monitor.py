@@ -169,6 +169,8 @@ class CoordinatorMonitor(ConnectedMonitor):
             except Exception:  # any is possible in a message that another version, or another program, has sent
                 peer.connection.give_up()
         endpoint = self._state.machines[node].endpoint
+        if node in self._lost:  # it has connected again
+            return
         if self._state.members and not peer.connection.is_silent and await refuses(endpoint):
             self._ended.add(node)
         if node not in self._lost and self.end_code is None:
@@ -212,7 +214,7 @@ class CoordinatorMonitor(ConnectedMonitor):
         self._publish(replace(self._state, machines=machines, voters=(*before, voters)))
 
     def _publish(self, state: RunState) -> None:
-        self._state = replace(state, version=state.version + 1)
+        self._state = replace(state, version=state.version + 1).without_former()
         if self._state.members and self._cut_off is None:
             self._send_all("state", **vars(self._state))
             self._judge()

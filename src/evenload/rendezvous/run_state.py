@@ -12,11 +12,14 @@ Note [Majority]
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evenload.rendezvous import world
 from evenload.rendezvous.world import Machine
+
+_FORMER = Machine("", "", "", ())
+"""In place of one that is gone for good: the same machine gets another number each time that it comes back."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class RunState:
     version: int
     """Grows with each announcement, also by the next coordinator."""
     machines: tuple[Machine, ...]
-    """All that ever took part, by number."""
+    """All that ever took part, by number; without content where nobody needs it any more."""
     voters: tuple[tuple[int, ...], ...]
     """The voters of the last confirmed change, then those of the changes since; the coordinator of that time comes first."""
     members: Mapping[str, Any] = field(default_factory=dict)
@@ -40,6 +43,12 @@ class RunState:
     def present(self) -> tuple[int, ...]:
         """The machines that take part, the coordinator first."""
         return self.voters[-1]
+
+    def without_former(self) -> RunState:
+        """Return this state without what it knows of machines that neither vote nor have a worker; all keep their numbers."""
+        needed = {place["node"] for place in self.members.get("places", {}).values()}.union(*self.voters)
+        machines = tuple(one if node in needed else _FORMER for node, one in enumerate(self.machines))
+        return replace(self, machines=machines)
 
     def may_go_on(self, group: Collection[int], ended: Collection[int] = ()) -> bool:
         """Return whether these machines may go on without the others; `ended`: machines whose supervisors have ended."""

@@ -94,7 +94,7 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
         _start(where)
         connection = _try(where, timeout_s)
     if connection is None:
-        raise QueueError(f"no daemon runs for the queue {where}{_last_lines(where)}")
+        raise QueueError(f"no daemon runs for the queue {where}; evenload queue start starts it{_last_lines(where)}")
     return Client(where, connection, timeout_s)
 
 

@@ -18,6 +18,7 @@ from evenload.scheduler.core.values import After
 MAX_ARRAY = 1_000
 """Elements of an array: each is a job, and all are submitted in one message."""
 MAX_DEVICES = 100_000
+MAX_DURATION_S, MAX_GRACE_S = 3650 * 86400.0, 86400.0
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _UNITS_BYTES = {
@@ -115,13 +116,20 @@ def read_bytes(value: Any) -> int:
     return round(float(found[1]) * _UNITS_BYTES[found[2] or ""])
 
 
-def read_duration_s(value: Any) -> float:
+def read_duration_s(value: Any, most_s: float = MAX_DURATION_S) -> float:
     """Parse `90s`, `45m`, `2h`, `1d12h`."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw])", value) if isinstance(value, str) else []
     seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != value or not 0 < seconds < math.inf:
         raise ValueError("a time with its unit, such as 90s, 45m, 2h or 1d12h")
+    if seconds > most_s:
+        raise ValueError(f"a time of at most {duration_text(most_s)}")
     return seconds
+
+
+def read_grace_s(value: Any) -> float:
+    """Parse a duration of at most a day: so long a job that must stop keeps its devices from others."""
+    return read_duration_s(value, MAX_GRACE_S)
 
 
 def read_time_of_day_s(value: str, now_s: float) -> float:

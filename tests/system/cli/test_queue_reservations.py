@@ -30,6 +30,9 @@ def test_the_next_window_follows(tmp_path: Path) -> None:
         assert ", every day" in box.run("ps").out and "every" in box.run("queue").out
         later = box.run("queue", "reserve", labels[0], "1h", "--at", "2099-01-01 09:00")
         assert later.code == 0 and "nobody (maintenance)" in later.out and "2099" in later.out, later
+        assert "overlaps" not in later.out
+        other = box.run("queue", "reserve", labels[0], "1h", "ann", "--at", "2099-01-01 09:59")
+        assert f", for nobody: meanwhile only users of both may use {labels[0]}" in other.out, other
         for wrong in (("--at", "noon"), ("--every", "month"), ("--at", "2020-01-01 09:00")):
             assert box.run("queue", "reserve", labels[0], "1h", *wrong).code == 2
         assert box.run("queue", "show", "--at", "09:00").code == 2

@@ -88,6 +88,28 @@ def test_a_worker_that_dies_or_hangs_costs_its_part_and_no_sample(
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_lost_between_two_loops_lets_all_start_again(tmp_path: Path) -> None:
+    dies = """
+        run.checkpoint()
+        if run.rank == 2 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen = """
+    (tmp_path / "train.py").write_text(SCRIPT.replace("        seen = ", dies[1:]))
+    command = ["-m", "evenload.cli.main", "run", "-d", "cpu:2", "--strategy", "async", "train.py", "SIGKILL", "600"]
+    process = Command(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        stdout, stderr = process.communicate(timeout=80)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, stdout + stderr
+    assert "starts again from the checkpoint of step 20 (restart 1 of 3)" in stderr, stderr
+    assert "the run goes on without rank 2" not in stderr and "epoch 1 ranks 3 seen 160 equal True" in stdout
+    assert [record.step for record in read_steps(tmp_path / "run")] == list(range(40))
+
+
+@pytest.mark.slow
 def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
@@ -116,3 +138,59 @@ def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
     assert "epoch 1 ranks 2 seen 160 equal True" in printed
     records = read_steps(tmp_path / "box1" / "run")
     assert sorted(record.epoch_step for record in records if record.epoch == 1) == list(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["while its worker waits", "between two loops"])
+def test_a_machine_without_power_is_not_waited_for(moment: str, tmp_path: Path) -> None:
+    """Its connections do not end: only the silence of its supervisor shows that it is gone."""
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    wait = """
+        if {condition}:
+            open(f"../waits-{{run.rank}}", "w").close()
+            while not os.path.exists("../go"):
+                __import__("time").sleep(0.1)
+"""
+    if moment == "between two loops":
+        script = SCRIPT.replace("        seen = ", wait.format(condition="epoch == 0").lstrip("\n") + "        seen = ")
+    else:  # the worker that computes the last part waits, and the other one waits for it
+        script = SCRIPT.replace(
+            "        return (model", wait.format(condition="last()").lstrip("\n") + "        return (model"
+        )
+        script = script.replace("    parts = 0\n", "    parts = 0\n    last = lambda: step.index == 19\n")
+    command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
+    processes = []
+    with hosts.machines(3) as boxes:
+        for box in boxes:
+            own = tmp_path / box.name
+            own.mkdir()
+            (own / "train.py").write_text(script)
+            processes.append(
+                Command([*command, "train.py", "SIGKILL", "600"], own, os.environ, host=box, output=own / "s")
+            )
+        screen = tmp_path / "box1" / "s"
+        try:
+            limit_s = time.monotonic() + 60
+            while not (waits := sorted(tmp_path.glob("waits-[12]"))) and time.monotonic() < limit_s:
+                time.sleep(0.1)
+            assert waits, screen.read_text()
+            time.sleep(1.0)
+            lost = 1 if waits[0].name == "waits-2" and moment != "between two loops" else 2
+            boxes[lost].unplug()
+            while "is gone" not in screen.read_text() and time.monotonic() < limit_s:
+                time.sleep(0.1)
+            (tmp_path / "go").touch()
+            codes = [processes[index].wait(30) for index in {0, 1, 2} - {lost}]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    printed = screen.read_text()
+    assert f"box{lost + 1} (rank {lost}) is gone: nothing was received for 5 s" in printed, printed
+    if moment == "between two loops":
+        assert codes == [1, 1] and "Start the same command again" in printed, printed
+    else:
+        assert codes == [0, 0] and "epoch 0 ranks 2 seen 160 equal True" in printed, printed
+        records = read_steps(tmp_path / "box1" / "run")
+        assert sorted(record.epoch_step for record in records if record.epoch == 1) == list(range(20))

@@ -98,6 +98,36 @@ print("ended")
 """
 
 
+IN_A_COLLECTIVE = """
+import os, signal
+import torch, evenload
+import torch.distributed as dist
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+run = evenload.init(project_dir="run")
+model, loader = run.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(64, 1)), batch_size=4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.resume(model=model, optimizer=optimizer)
+def die(what, rank):  # the others are inside it
+    if run.rank == rank and not Path(what).exists():
+        def dies(*_, **__):
+            Path(what).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(dist, what, dies)
+for epoch in range(loader.epoch, 6):
+    for step in loader:
+        step.backward(lambda batch: model(batch[0]).square().mean())
+        optimizer.step(); optimizer.zero_grad()
+    die("all_reduce" if epoch < 2 else "all_gather", 1 - epoch % 2)
+    sums = run.reduce({"one": 1, "ranks": torch.tensor([run.rank, 0.5])})
+    assert sums["one"] == run.world_size and sums["ranks"].tolist()[1] == 0.5 * run.world_size, sums
+    few = DataLoader(TensorDataset(torch.arange(1.0)), batch_size=4)  # the last ranks have no batch
+    assert [run.gather(batch[0]).tolist() for batch in run.batches(few)] == ([[0.0]] if run.rank == 0 else [])
+    assert sorted(run.gather([run.rank])) == list(range(run.world_size))
+print("ended")
+"""
+
+
 def wait(found, started, timeout_s=90):
     deadline_s = time.monotonic() + timeout_s
     while not found():
@@ -170,3 +200,11 @@ def test_a_rank_that_would_join_after_the_last_step_does_not_keep_the_run(tmp_pa
     with Started(tmp_path, READY_TOO_LATE, "-d", "cpu:2", initialised=False) as started:
         code, stdout, stderr = started.end(60)
     assert code == 0 and stdout.count("ended") == 1 and "it is restarted (1 of 3)" in stderr, stdout + stderr
+
+
+def test_a_rank_that_is_lost_inside_a_sum_or_a_gather_leaves_it_to_the_others(tmp_path):
+    with Started(tmp_path, IN_A_COLLECTIVE, "-d", "cpu:3", initialised=False) as started:
+        code, stdout, stderr = started.end(90)
+    assert code == 0 and "ended" in stdout, stdout + stderr
+    assert stderr.count("failed: killed by SIGKILL") == 2 and stderr.count("training goes on") == 2, stderr
+    assert (tmp_path / "all_reduce").exists() and (tmp_path / "all_gather").exists()

@@ -55,6 +55,9 @@ for epoch in range(loader.epoch, 6):
         optimizer.step(); optimizer.zero_grad()
         if every and (step.index + 1) % every == 0:
             run.checkpoint()
+if run.is_main and fault == "end":
+    time.sleep(1.5)  # the other rank is at the end of its script
+    die("end", 0)
 if run.is_main:
     torch.save({"weights": model.state_dict()}, "weights.pt")
 run.close()
@@ -108,6 +111,17 @@ def test_a_loss_before_the_first_step_starts_again_from_the_beginning(tmp_path):
     code, _, stderr = train(tmp_path, fault="preamble")
     assert code == 0 and "the run starts again from the beginning (restart 1 of 3)" in stderr, stderr
     assert len(restarts(tmp_path)) == 1
+
+
+def test_rank_0_lost_before_the_last_checkpoint_repeats_the_steps_since_the_one_before(tmp_path):
+    code, _, stderr = train(tmp_path / "lost", fault="end")
+    assert code == 0 and "killed by SIGKILL" in stderr, stderr
+    assert " starts again from the checkpoint of step 20, 4 steps are done again (restart 1 of 3)" in stderr, stderr
+    assert train(tmp_path / "calm")[0] == 0
+    assert relative_difference(weights(tmp_path / "lost"), weights(tmp_path / "calm")) < 1e-12
+    assert [record.step for record in read_steps(tmp_path / "lost" / "run")] == [*range(24)]
+    code, _, stderr = train(tmp_path / "none", fault="end", every=0)
+    assert code == 137 and "there is no complete checkpoint to start again from" in stderr, stderr
 
 
 def test_it_does_not_start_again_after_an_error_or_without_a_checkpoint(tmp_path):

@@ -268,7 +268,11 @@ def run(num_kills: int, seed: int, *, with_disks_and_clocks: bool = True) -> dic
         made = stack.enter_context(box(variables=machine.variables))
         disk = stack.enter_context(small_disk(made.folder)) if with_disks_and_clocks else None
         stack.callback(made.clean)
-        return crash(made, machine, disk, num_kills, seed, sets_clocks=with_disks_and_clocks)
+        try:
+            return crash(made, machine, disk, num_kills, seed, sets_clocks=with_disks_and_clocks)
+        except Exception as error:
+            error.add_note(f"seed {seed}; the daemon's log ends with\n{made.log()}")
+            raise
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from evenload import hardware
+from evenload.records.reader import read_events, read_steps
 from evenload.scheduler.core import events
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
@@ -55,6 +56,10 @@ for epoch in range(loader.epoch, 40):
 if run.is_main:
     torch.save(nn.utils.parameters_to_vector(model.parameters()).detach(), "weights.pt")
 """
+SAVES = """        if (step.index + 1) % 50 == 0:
+            run.checkpoint()
+        if run.is_main:
+            with"""
 PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 
 
@@ -235,3 +240,42 @@ def _command(pid: int) -> bytes:
 
 
 _KILLS: dict[str, Callable[[Box], None]] = {"daemon": _kill_daemon, "joiner": _kill_joiner}
+
+
+@needs_two_cores
+@pytest.mark.timeout(300)
+def test_a_job_whose_ranks_all_start_again_is_one_attempt(tmp_path: Path) -> None:
+    """Both ranks are killed at once: the run starts again from its checkpoint, and the queue sees one job that goes on."""
+    dies = """
+    if step.index == 100 and not os.path.exists(f"died-{run.rank}"):
+        open(f"died-{run.rank}", "w").close()
+        os.kill(os.getpid(), 9)
+"""
+    script = TRAIN.replace("    return (model", f"{dies[1:]}    return (model").replace(
+        "        if run.is_main:\n            with", SAVES
+    )
+    with _two_slots() as queue:
+        tmp_path.joinpath("train.py").write_text(script)
+        job = queue.submit(
+            "evenload",
+            "run",
+            "-d",
+            "cpu:2",
+            "train.py",
+            folder=str(tmp_path),
+            environment={"PATH": PATH},
+            spec={"needs": {"min_devices": 2, "max_devices": 2}},
+        )
+        assert queue.wait_for(job, "SUCCEEDED", "FAILED")["state"] == "SUCCEEDED", queue.story(job)
+        attempts, done, printed = queue.call("job", job=job)["attempts"], queue.stored(job), queue.output(job)
+        queue.stop()
+        assert audit(queue.folder) == []
+    assert "starts again from the checkpoint of step 100" in printed, printed
+    assert len(attempts) == 1 and done.num_restarts == 0 and not done.preempted_s
+    [attempt] = attempts
+    held = len(attempt["devices"]) * (attempt["ended_s"] - attempt["began_s"])
+    assert len(attempt["devices"]) == 2 and held - 0.01 <= done.service_device_s <= held + 10.0
+    run_folder = tmp_path / "run"
+    assert [record.step for record in read_steps(run_folder)] == [*range(NUM_STEPS)]
+    [event] = [event for event in read_events(run_folder) if event.kind == "restarted"]
+    assert event.step == 100

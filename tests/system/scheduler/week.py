@@ -26,6 +26,7 @@ from typing import Any
 from evenload.errors import EvenloadError, QueueError
 from evenload.scheduler import presence
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.paths import log_path
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.backup import backups
 from evenload.scheduler.store.reader import Reader
@@ -43,6 +44,8 @@ _RESERVED = (("day", 2, 30), ("weekday", 9, 0))
 _PATIENT_S = 240.0
 _TICK_S = 1.2
 """More than the daemon's."""
+_BACKUP_S = 5.0
+"""True time that a backup which is due may take, before the test moves the clocks again."""
 
 
 @dataclass
@@ -69,11 +72,15 @@ class Findings:
     at_once: list[str] = field(default_factory=list)
     bills_off_s: list[float] = field(default_factory=list)
     """Of each job: billed seconds less those that its programs ran."""
+    bills_wrong: list[str] = field(default_factory=list)
+    """Where that is more than a second: the attempts, and when their programs ran."""
     reservations: list[str] = field(default_factory=list)
     """Windows that aren't at their time of day."""
     num_windows: int = 0
     oldest_backup_s: float = 0.0
     """Longest time for which events were in no backup while the disk was not full."""
+    late_backups: list[str] = field(default_factory=list)
+    """When that was more than two hours, and the end of the daemon's log then."""
     record: list[str] = field(default_factory=list)
     left_behind: list[int] = field(default_factory=list)
 
@@ -263,12 +270,22 @@ class Week:
         self._look_at_backups()
 
     def _look_at_backups(self) -> None:
-        """Measure for how long events that are in no backup have been waiting for one."""
-        now_s = self._machine.true_s
-        if (kept := backups(self._queue.folder)) and (newest := (kept[0], kept[0].stat().st_mtime_ns)) != self._backup:
-            self._backup, self._backed_up = newest, self._last
-        if self._last == self._backed_up or not self._is_up or self._is_full:
-            self._unsaved_s = now_s
+        """Measure for how long events that are in no backup have been waiting for one; one that is due gets its moment."""
+        patient_s = time.monotonic() + _BACKUP_S
+        while True:
+            now_s = self._machine.true_s
+            if (kept := backups(self._queue.folder)) and (
+                newest := (kept[0], kept[0].stat().st_mtime_ns)
+            ) != self._backup:
+                self._backup, self._backed_up = newest, self._last
+            if self._last == self._backed_up or not self._is_up or self._is_full:
+                self._unsaved_s = now_s
+            if now_s - self._unsaved_s <= HOUR_S or time.monotonic() > patient_s:
+                break
+            time.sleep(0.05)
+        if now_s - self._unsaved_s > max(2 * HOUR_S + 60.0, self.found.oldest_backup_s):
+            last = "\n".join(self._queue.log().splitlines()[-12:])
+            self.found.late_backups.append(f"hour {now_s / HOUR_S:.2f}, since {self._unsaved_s / HOUR_S:.2f}: {last}")
         self.found.oldest_backup_s = max(self.found.oldest_backup_s, now_s - self._unsaved_s)
 
     def _tick(self) -> None:
@@ -308,9 +325,15 @@ class Week:
             name.partition(".")[0] for name in self._machine.due()
         }:
             return False
-        time.sleep(0.1)
+        time.sleep(_TICK_S if self._may_start() else 0.1)
         self._open_jobs()
         return last == self._last
+
+    def _may_start(self) -> bool:
+        """A device is free and a job waits: the daemon may be about to start it, and time must not pass in between."""
+        with Reader(self._queue.folder) as reader:
+            num_held = sum(len(json.loads(line.devices)) for line in reader.jobs(states=_OPEN))
+            return num_held < _SLOTS and bool(reader.jobs(states=(JobState.PENDING,), limit=1))
 
     def _open_jobs(self) -> dict[str, str]:
         with Reader(self._queue.folder) as reader:
@@ -350,7 +373,14 @@ class Week:
                     found.run_twice.append(f"{name}: {spans}")
                 found.at_once += [f"{name}: {a}, {b}" for a, b in pairwise(spans) if b[0] < a[1]]
                 billed_s = sum((row.ended_s or machine.true_s) - row.began_s for row in reader.attempts(name))
-                found.bills_off_s.append(billed_s - sum(ended_s - began_s for began_s, ended_s in spans))
+                off_s = billed_s - sum(ended_s - began_s for began_s, ended_s in spans)
+                found.bills_off_s.append(off_s)
+                if abs(off_s) > 1.0:
+                    ledger = {path.name: path.read_text() for path in (machine.work / "ledger").glob(f"{name}.*")}
+                    rows = [(row.began_s, row.ended_s, row.ending, row.reason) for row in reader.attempts(name)]
+                    output = log_path(queue.folder, name)
+                    said = output.read_text()[-2000:] if output.exists() else ""
+                    found.bills_wrong.append(f"{name} {submitted}: {off_s:.2f} s, {rows}, {spans}, {ledger}, {said}")
         found.run_twice += sorted(path.name for path in (machine.work / "twice").iterdir())
         found.record = audit(queue.folder)
         found.bills_off_s.sort()

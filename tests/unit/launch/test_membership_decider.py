@@ -161,6 +161,20 @@ def test_a_leave_is_repeated_after_a_death_and_one_that_was_over_is_no_failure()
     assert only(got, SendChange).change.left == ("worker-2",)
 
 
+def test_a_worker_that_has_left_is_no_member_of_a_change_that_replaces_its_leave():
+    """Nobody would notice its end again, and the others would wait for it for ever."""
+    decider = started(3)
+    leave = only(decider.request_leave("worker-2"), SendChange).change
+    assert leave.left == ("worker-2",)
+    decider.switched("worker-2", leave.number)
+    assert decider.ended("worker-2") == []  # by itself or killed; the others may not have switched yet
+    change = only(decider.lost([loss("worker-1")]), SendChange).change
+    assert change.urgent and change.workers == ("worker-0",) and change.left == ()
+    assert {one.worker for one in change.lost} == {"worker-1", "worker-2"}
+    switch_all(decider, change)
+    assert "worker-2" not in decider.staying
+
+
 def test_one_change_at_a_boundary_is_outstanding_and_the_only_member_waits_for_its_successor():
     decider = started(1)
     assert decider.request_leave("worker-0") == []

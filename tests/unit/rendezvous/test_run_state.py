@@ -63,6 +63,19 @@ def test_until_a_change_is_confirmed_both_sets_of_voters_count():
     assert (left.coordinator, left.present) == (0, (0, 2))
 
 
+def test_a_machine_that_comes_back_again_and_again_costs_little_each_time():
+    def machine(name):
+        slots = tuple(DeviceSlot(f"cuda:{n}", "NVIDIA H100 80GB HBM3", 12) for n in range(8))
+        return Machine(name, "10.0.0.1", "eth0", slots, "10.0.0.1:29500")
+
+    places = {"worker-0": {"node": 0}, "worker-99": {"node": 999}}
+    machines = (machine("box1"), *(machine("box2") for _ in range(1000)))
+    kept = RunState(1, machines, ((0, 998), (0, 1000)), {"places": places}).without_former()
+    assert len(kept.machines) == 1001 and kept.without_former() == kept
+    assert [node for node, one in enumerate(kept.machines) if one.name] == [0, 998, 999, 1000]
+    assert len(json.dumps(vars(kept), default=dataclasses.asdict)) < 100_000
+
+
 def test_a_state_survives_sending():
     machine = Machine("box1", "10.0.0.1", "eth0", (DeviceSlot("cpu", "CPU", 1),), "10.0.0.1:29500")
     sent = RunState(3, (machine,), ((0, 1), (0,)), {"number": 2})

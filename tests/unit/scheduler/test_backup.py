@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evenload.cli.show import _show_queue_job
 from evenload.errors import QueueError
 from evenload.scheduler import paths
 from evenload.scheduler.core import events
@@ -140,6 +141,23 @@ def test_a_queue_that_this_user_cannot_write_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue").write_text("no folder")
     with pytest.raises(QueueError, match="can't be written by this user"):
         backup.repair(tmp_path / "queue")
+
+
+def test_who_reads_a_damaged_queue_is_told_of_the_repair(tmp_path: Path) -> None:
+    _submit(tmp_path, 1, 200)
+    _damage(tmp_path / DATABASE, 0.9)
+    with pytest.raises(QueueError, match="malformed; evenload queue stop and evenload queue repair make it whole"):
+        _num_jobs(tmp_path)
+    with pytest.raises(QueueError, match="there is no queue in"):
+        backup.repair(tmp_path / "nowhere")
+
+
+def test_a_name_that_is_no_job_and_no_run_is_both_for_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _submit(tmp_path, 1, 1)
+    monkeypatch.setattr(paths, "default_folder", lambda: tmp_path)
+    with pytest.raises(QueueError, match="fisrt: there is no such run folder, and no job 'fisrt' in this queue"):
+        _show_queue_job("fisrt", None, as_json=False)
+    assert not _show_queue_job("runs/fisrt", None, as_json=False)
 
 
 def test_an_empty_file_beside_backups_is_damage(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Device, Settings
 from evenload.scheduler.forecast.forecast import forecast
 from evenload.scheduler.queue_settings import settings_from
@@ -23,6 +22,7 @@ from evenload.scheduler.store.event_rows import from_row
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.usage import usage_rows
 from evenload.scheduler.store.writer import QueueStore
+from evenload.scheduler.tariff import tariff_of
 from evenload.views.queue.usage import report_lines
 from tests.unit.scheduler.queue import Queue, box, spec
 

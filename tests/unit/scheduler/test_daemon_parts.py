@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from evenload.scheduler.daemon import daemon as daemon_module
 from evenload.scheduler.daemon.devices import HOST, LocalDevice, variables_for
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
+from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
@@ -214,6 +216,23 @@ def test_a_decision_that_fails_does_not_end_the_daemon(monkeypatch: pytest.Monke
     }
     monkeypatch.setattr(daemon_module, "decide", lambda *_: ())
     assert daemon._commands(snapshot, 0.0) == () and not daemon._state.problems
+
+
+def test_settings_that_break_while_the_daemon_starts_leave_it_its_devices(tmp_path: Path) -> None:
+    """It reads them once to open the queue, and again in its first turn: the devices are those of the file that it could read."""
+    (tmp_path / SETTINGS_FILE).write_text("[cpu]\nslots = 2\n")
+
+    async def first_turn() -> tuple[int, dict[str, str]]:
+        daemon = daemon_module.Daemon(tmp_path, DaemonLog())
+        try:
+            (tmp_path / SETTINGS_FILE).write_text("[cpu]\nslotz = 2\n")
+            daemon._run_once()
+            return len(daemon._state.devices), dict(daemon._state.problems)
+        finally:
+            daemon._close()
+
+    num_devices, problems = asyncio.run(first_turn())
+    assert num_devices == 2 and "slotz" in problems["settings"]
 
 
 def test_a_new_job_has_no_number_of_which_there_is_an_output(tmp_path: Path) -> None:

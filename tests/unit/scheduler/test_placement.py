@@ -136,3 +136,28 @@ def test_a_fleet_counts_right_and_finds_a_place_exactly_where_there_is_one(
             fleet.give(back)
             free |= set(back)
         assert fleet.free() == sorted(free) and fleet.num_free == len(free)
+
+
+def test_of_equally_free_hosts_the_lowest_is_taken_whatever_was_given_back_before() -> None:
+    layout = layout_of(box(4, 3))
+    fleet = FreeDevices(layout, range(12), layout.pool_of, "pack")
+    choice = PoolChoice(((0,),))
+    first, second = fleet.place(choice, 4), fleet.place(choice, 4)
+    assert (first, second) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    fleet.give(second)
+    fleet.give(first)
+    assert fleet.place(choice, 2) == (0, 1)
+    assert fleet.find(choice, 4) == (4, 5, 6, 7) == fleet.find(choice, 4)  # a search takes nothing
+
+
+def test_devices_that_are_coming_serve_those_alone_that_may_wait_for_them() -> None:
+    layout = layout_of(box(4, 2))
+    fleet = FreeDevices(layout, (0, 5), layout.pool_of, "pack", coming=(6, 7))
+    choice = PoolChoice(((0,),))
+    assert (fleet.num_free, fleet.num_coming, fleet.largest(choice), fleet.largest(choice, soon=True)) == (2, 2, 2, 4)
+    assert fleet.place(choice, 3) is None
+    assert fleet.place(choice, 3, soon=True) == (5, 6, 7)  # of one host, the free one first
+    assert (fleet.num_free, fleet.num_coming, fleet.free(soon=True)) == (1, 0, [0])
+    fleet.give((6,), soon=True)
+    fleet.give((5,))
+    assert fleet.free() == [0, 5] and fleet.free(soon=True) == [0, 5, 6]

@@ -34,6 +34,23 @@ def test_fifo_is_in_order_of_submission_whatever_the_priority() -> None:
     assert queue.running == {"first"}
 
 
+@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
+def test_elastic_jobs_start_with_what_no_other_job_needs_and_keep_it(policy: str) -> None:
+    queue = Queue(box(8), policy=policy)
+    queue.submit(2, name="rigid")
+    queue.submit((1, 8), name="steep", rates=LINEAR[:8], total=1e6)
+    queue.submit((1, 8), name="flat", rates=FLAT, total=1e6)
+    queue.settle()
+    assert [len(queue.devices(job)) for job in ("rigid", "steep", "flat")] == [2, 5, 1]
+    queue.ended("rigid")
+    assert queue.settle() == []  # those that run keep what they have
+    queue.submit(2, name="fits")
+    queue.submit((1, 4), name="beside one that waits", rates=LINEAR[:4], total=1e6)
+    queue.submit(4, name="waits")
+    queue.settle()
+    assert not queue.devices("waits") and len(queue.devices("beside one that waits")) <= 1
+
+
 def test_priority_puts_classes_first_and_never_swaps_equals() -> None:
     queue = Queue(box(1), policy="priority", min_run_s=0.0)
     queue.submit(1, name="low")

@@ -55,6 +55,16 @@ def test_it_gives_devices_back_at_once_and_that_is_no_preemption(policy: str) ->
     assert job.service_until(queue.now_s) == pytest.approx(10.0 + 10 * 30.0), "one device for 110 s, two for 100 s"
 
 
+@pytest.mark.parametrize("policy", ["default", "goodput"])
+def test_a_run_that_has_not_reported_yet_keeps_its_devices(policy: str) -> None:
+    """It can change its devices before the queue knows that it saves: nobody wants these, so it isn't made smaller."""
+    queue = Queue(box(2), policy=policy)
+    name = queue.submit(replace(IN_PLACE, preemptible=False))
+    queue.settle()
+    queue.now_s = 10.0
+    assert queue.decide() == () and len(queue.devices(name)) == 2
+
+
 def test_its_changes_protect_it_no_longer_than_its_start() -> None:
     queue = Queue(box(2), min_run_s=300.0)
     block, name = queue.submit(1), queue.submit(IN_PLACE)

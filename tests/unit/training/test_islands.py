@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -96,6 +97,18 @@ def test_a_schedule_between_loops_stays_and_a_partial_one_is_named() -> None:
     scheduler.step()
     with pytest.raises(StepError, match="made 1 steps in the 3 steps of an island"):
         watch.end(3, 4, left_early=False)
+
+
+def test_a_schedule_by_a_metric_is_refused_inside_the_loop_also_while_islands_take_equal_steps() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.4)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0)
+    scheduler.step(1.0)  # between two loops
+    watch = FollowedScheduler(scheduler)
+    watch.end(4, 4, left_early=False)
+    for _ in range(4):
+        scheduler.step(1.0)
+    with pytest.raises(StepError, match="Call it once an epoch, after the loop, with one value for all"):
+        watch.end(4, 4, left_early=False)
 
 
 def test_an_imaginary_part_synchronises() -> None:

@@ -15,6 +15,8 @@ from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.store.writer import QueueStore
 from evenload.views.page import document
 from evenload.views.queue.page import QueuePage
+from evenload.views.queue.text import head
+from evenload.views.queue.view import JobFilter, view_of
 
 
 @pytest.fixture
@@ -49,6 +51,16 @@ def test_the_page_shows_devices_users_waiting_jobs_and_history(folder: Path) -> 
     assert "<eve>" not in "".join(sections.values())
     assert "the daemon is not running" in sections["notes"]
     assert len(document(page.title, sections, live=True)) < 100_000
+
+
+def test_a_user_without_jobs_is_named(folder: Path) -> None:
+    """Others have jobs: "no jobs yet" would be a lie."""
+    texts = {user: head(view_of(folder, JobFilter(user))).rpartition(" · ")[2] for user in (None, "ann", "zoe")}
+    assert texts == {
+        None: "1 running, 1 waiting, 1 failed",
+        "ann": "1 failed of user ann",
+        "zoe": "no jobs of user zoe yet",
+    }
 
 
 def test_a_queue_that_is_gone_leaves_its_last_page_with_a_note(folder: Path) -> None:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
-from evenload.scheduler.core.placement import Place, PoolChoice, place_counter
+from evenload.scheduler.core.placement import Place, PoolChoice, place_finder
 from evenload.scheduler.core.values import Job
-
-Release = tuple[float, Sequence[int]]
-"""When devices are expected back, and which; plain, for there may be 100,000."""
 
 
 @dataclass
@@ -26,33 +22,22 @@ class BackfillWindow:
     """The reservation of the first job in line."""
 
     job: Job
-    pools: frozenset[int]
-    host: int | None
-    """If all devices must be in one host."""
     start_s: float
     """When it can start at the latest, as far as is known."""
     extra: int
     """Devices that it will leave over then."""
-    pool_of: Sequence[int]
-    host_of: Sequence[int]
+    place: Place
+    place_of: Callable[[int], Place | None]
 
-    def is_hopeless(self, choice: PoolChoice, num: int, end_s: float) -> bool:
-        """Return whether a job would delay the first in line wherever it was placed."""
-        if self._is_gone_in_time(end_s) or num <= self.extra or self.host is not None:
-            return False
-        return self.pools.issuperset(choice.pools)
-
-    def _is_gone_in_time(self, end_s: float) -> bool:
-        return end_s <= self.start_s and end_s < math.inf
+    def num_inside(self, slots: Iterable[int]) -> int:
+        """Return how many of these devices are at the place where it waits."""
+        return sum([self.place_of(slot) == self.place for slot in slots])
 
     def admit(self, slots: Iterable[int], end_s: float) -> bool:
         """Return whether a job may take these devices now; count what it takes of the surplus."""
-        if self._is_gone_in_time(end_s):
+        if end_s <= self.start_s and end_s < math.inf:
             return True
-        inside = sum(
-            self.pool_of[slot] in self.pools and (self.host is None or self.host_of[slot] == self.host)
-            for slot in slots
-        )
+        inside = self.num_inside(slots)
         if inside > self.extra:
             return False
         self.extra -= inside
@@ -60,27 +45,23 @@ class BackfillWindow:
 
 
 def backfill_window(
-    job: Job,
-    choice: PoolChoice,
-    num: int,
-    releases: Iterable[Release],
-    pool_of: Sequence[int],
-    host_of: Sequence[int],
-) -> BackfillWindow:
-    """Find when and where `job`, the first in line, can start.
+    job: Job, choice: PoolChoice, until: Mapping[int, float], pool_of: Sequence[int], host_of: Sequence[int]
+) -> BackfillWindow | None:
+    """Find when and where `job`, the first in line, can start; None if all devices are too few for it.
 
-    `releases` include the devices that are free now, before others, and may omit devices that never come back. Those of one
-    time count in the order given, which is that of submission.
+    `until`: when each device that isn't closed comes free; infinite if unknown.
     """
-    places_of = place_counter(choice, pool_of, host_of)
+    place_of, num = place_finder(choice, pool_of, host_of), job.spec.needs.min_devices
     counts: Counter[Place] = Counter()
-    for time_s, slots in sorted(releases, key=itemgetter(0)):
-        if time_s == math.inf:
-            break
-        more = places_of(slots)
-        counts.update(more)
-        if full := [place for place in more if counts[place] >= num]:
-            host, kind = full[-1]
-            pools = frozenset(choice.pools if kind is None else choice.groups[kind])
-            return BackfillWindow(job, pools, host, time_s, counts[full[-1]] - num, pool_of, host_of)
-    return BackfillWindow(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)
+    for slot in sorted(until, key=until.__getitem__):
+        if (place := place_of(slot)) is None:
+            continue
+        counts[place] += 1
+        if counts[place] < num:
+            continue
+        if (start_s := until[slot]) == math.inf:  # it may get any of them, at any moment
+            anywhere = place_finder(PoolChoice(choice.groups), pool_of, host_of)
+            return BackfillWindow(job, math.inf, 0, (None, None), anywhere)
+        here = [other for other, time_s in until.items() if time_s <= start_s and place_of(other) == place]
+        return BackfillWindow(job, start_s, len(here) - num, place, place_of)
+    return None

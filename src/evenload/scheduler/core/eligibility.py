@@ -39,21 +39,24 @@ class Eligibility:
         """Job → reason why it can't start, of those that are not in `pending`."""
         self.closed = frozenset([index[device] for device in snapshot.closed if device in index])
         """Devices on which nothing new may start."""
-        self.shares = False
-        """True if some jobs may share a device."""
         taken = set(self.closed)
         for job in snapshot.jobs:
             spec = job.spec
-            if spec.share_device:
-                self.shares = True
             if job.state is not JobState.PENDING:
                 self.holders.append(job)
                 self.slots[job.id] = slots = [index[device] for device in job.devices]
-                taken.update(slots, [index[device] for device in job.target])
-                self._sort_holder(job)
-            elif job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
-                self._sort_pending(job)
-            else:  # most of them, and there may be 100,000
+                target = [index[device] for device in job.target]
+                taken.update(slots, target)
+                self._sort_holder(job, target)
+            elif job.doomed:
+                self.commands.append(Cancelled(now_s, job.id, job.doomed))
+            elif job.is_held:
+                self.waits[job.id] = "its owner holds it back"
+            elif job.unmet:
+                self.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
+            elif spec.not_before_s is not None and spec.not_before_s > now_s:
+                self.waits[job.id] = f"is not to start for another {spec.not_before_s - now_s:.0f} s"
+            else:
                 self.pending.append(job)
         self.free = [slot for slot in range(len(snapshot.layout.devices)) if slot not in taken]
         if snapshot.reservations:
@@ -64,7 +67,7 @@ class Eligibility:
         slots = self.slots[job.id]
         return [slot for slot in slots if slot not in self.closed] if self.closed else slots
 
-    def _sort_holder(self, job: Job) -> None:
+    def _sort_holder(self, job: Job, target: Sequence[int]) -> None:
         limit_s = job.spec.hard_limit_s
         if job.state is JobState.PREEMPTING:
             self.coming += self.usable(job)
@@ -73,26 +76,11 @@ class Eligibility:
         elif job.state is JobState.RUNNING:
             self.running.append(job)
         elif job.state is JobState.RESIZING:
-            kept = set(job.target)
-            left = [slot for slot, device in zip(self.slots[job.id], job.devices, strict=True) if device not in kept]
-            self.coming += [slot for slot in left if slot not in self.closed]
+            self.coming += [slot for slot in self.usable(job) if slot not in target]
 
     def _stop(self, job: Job, then: JobState, reason: str) -> None:
         self.commands.append(StopRequested(self._now_s, job.id, then, reason))
         self.coming += self.usable(job)
-
-    def _sort_pending(self, job: Job) -> None:
-        not_before_s = job.spec.not_before_s
-        if job.doomed:
-            self.commands.append(Cancelled(self._now_s, job.id, job.doomed))
-        elif job.is_held:
-            self.waits[job.id] = "its owner holds it back"
-        elif job.unmet:
-            self.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
-        elif not_before_s is not None and not_before_s > self._now_s:
-            self.waits[job.id] = f"is not to start for another {not_before_s - self._now_s:.0f} s"
-        else:
-            self.pending.append(job)
 
     def _clear_reserved(self, snapshot: QueueSnapshot) -> None:
         """Preempt jobs on devices that are reserved for other users from now on."""
@@ -153,26 +141,19 @@ class PoolChoices:
         self._only = kinds
 
     def _work_out(self, job: Job) -> PoolChoice:
-        layout, needs, groups = self._snapshot.layout, job.spec.needs, dict[str, list[int]]()
+        layout, needs = self._snapshot.layout, job.spec.needs
         if (only := self._only.get(job.id)) is not None:
             needs = replace(needs, kinds=only, one_kind=True)
+        ranked: list[tuple[float, float, int]] = []
         for zone, (pool_index, held) in enumerate(self._zones):
             pool = layout.pools[pool_index]
             if pool.suits(needs) and all(self._may_use(job, r) for r in held):
-                groups.setdefault(pool.kind, []).append(zone)
-
-        def rank(zone: int) -> tuple[float, float, int]:
-            pool_index, held = self._zones[zone]
-            pool = layout.pools[pool_index]
-            mine = any(job.spec.user in r.users and r.start_s <= self._now_s for r in held)
-            return (-math.inf if mine else -pool.speed, pool.memory_bytes, zone)
-
-        ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
-        if only is not None:
-            ordered.sort(key=lambda zones: needs.kinds.index(layout.pools[self._zones[zones[0]][0]].kind))
-        else:
-            ordered.sort(key=lambda zones: rank(zones[0]))
-        return PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
+                mine = any(job.spec.user in r.users and r.start_s <= self._now_s for r in held)
+                ranked.append((-math.inf if mine else -pool.speed, pool.memory_bytes, zone))
+        groups: dict[str, list[int]] = {kind: [] for kind in only or ()}
+        for _, _, zone in sorted(ranked):
+            groups.setdefault(layout.pools[self._zones[zone][0]].kind, []).append(zone)
+        return PoolChoice(tuple([tuple(zones) for zones in groups.values() if zones]), needs.one_host, needs.one_kind)
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
         """Return whether a reservation is for the job's user, or the job has ended or can be preempted before it begins."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from evenload.balance.run_times import work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
@@ -44,9 +42,9 @@ def device_s_left(job: Job, now_s: float) -> float | None:
     For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
     """
     num = job.spec.needs.min_devices
-    if job.total is not None and job.rates and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
-        left = work_left(job, now_s)
-        return None if left is None else left / rate * num
+    left = work_left(job, now_s)
+    if left is not None and job.rates and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
+        return left / rate * num
     seconds = left_s(job, now_s)
     return None if seconds is None else seconds * (len(job.devices) or num)
 
@@ -71,14 +69,3 @@ def change_s(job: Job, settings: Settings) -> float:
 def restart_s(job: Job, settings: Settings) -> float:
     """Return what a stop and resume costs the job, in seconds of its devices."""
     return settings.restart_s if job.spec.restart_s is None else job.spec.restart_s
-
-
-def oldest_work(jobs: Iterable[Job], now_s: float) -> dict[str, float]:
-    """Return `JobSpec.run_key` → the most that one of its unended jobs has run, as on one device."""
-    oldest: dict[str, float] = {}
-    for job in jobs:
-        key = job.spec.run_key
-        if key and (job.devices or job.held_s):
-            num = job.spec.needs.min_devices
-            oldest[key] = max(oldest.get(key, 0.0), work_of(job.service_until(now_s) / num, num))
-    return oldest

@@ -35,7 +35,6 @@ class Layout:
     pool_of: tuple[int, ...]
     host_size: int
     """Devices of the largest host; 1 without devices."""
-    pool_sizes: tuple[int, ...]
     _most: dict[Needs, int] = field(default_factory=dict, compare=False)
 
     @property
@@ -67,7 +66,6 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         price, cheap = device.price_per_hour, device.cheap_price_per_hour
         key = Pool(device.kind, device.memory_bytes, device.speed, price, price if cheap is None else cheap)
         pool_of.append(pools.setdefault(key, len(pools)))
-    sizes = Counter(pool_of)
     return Layout(
         devices=devices,
         index={device.id: index for index, device in enumerate(devices)},
@@ -75,5 +73,4 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         pools=tuple(pools),
         pool_of=tuple(pool_of),
         host_size=max(Counter(host_of).values(), default=1),
-        pool_sizes=tuple(sizes[pool] for pool in range(len(pools))),
     )

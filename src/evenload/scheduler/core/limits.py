@@ -27,9 +27,6 @@ class LimitUse:
         if job.spec.array:
             self._in_array[job.spec.array] += 1
 
-    def add_devices(self, user: str, num_devices: int) -> None:
-        self._devices[user] += num_devices
-
     def reached(self, job: Job) -> str:
         """Return the limit that keeps the job from starting, for people; empty if there is none."""
         spec = job.spec

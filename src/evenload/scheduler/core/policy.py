@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.layout import Layout
-from evenload.scheduler.core.tariff import Tariff
 from evenload.scheduler.core.values import Job, Settings, User
+from evenload.scheduler.tariff import Tariff
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PolicyInput:
     tariff: Tariff
     past: PastRuns = NOTHING_SEEN
     oldest: Mapping[str, float] = field(default_factory=dict)
-    """`core.estimates.oldest_work` of all these jobs."""
+    """`policies.guesses.oldest_work` of all these jobs."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class PolicyDecision:
     """True if a pending job may displace running ones behind it."""
     reserves: bool = True
     """True if later jobs may not delay the first that can't start."""
-    sizes: Mapping[str, int] | None = None
-    """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
-    have, others start with their minimum, and more if no other job wants it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Job → how many devices it should have, 0 for none. Others keep what they have, or start with their minimum."""
     held: Mapping[str, str] = field(default_factory=dict)
     """Job → why it is to have no devices now, whatever is free; such a running job is stopped."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

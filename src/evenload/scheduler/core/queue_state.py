@@ -301,11 +301,8 @@ class QueueState:
     def _occupy(self, job: Job, devices: Iterable[str]) -> None:
         """Add a job to devices, beside those that share them."""
         for device in devices:
-            names = {*self.holder.get(device, ()), job.id}
-            if len(names) == 1:
-                self.holder[device] = (job.id,)
-            else:  # in an order that a state read from a store has too
-                self.holder[device] = tuple(sorted(names, key=lambda name: (self.jobs[name].attempt_began_s, name)))
+            names = {*self.holder.get(device, ()), job.id}  # in an order that a state read from a store has too
+            self.holder[device] = tuple(sorted(names, key=lambda name: (self.jobs[name].attempt_began_s, name)))
 
     def _vacate(self, job: Job, devices: Iterable[str]) -> None:
         for device in devices:

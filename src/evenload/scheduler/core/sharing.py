@@ -12,13 +12,13 @@ reservation of the first in line (`core.backfill`), unless other jobs hold the d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from evenload.scheduler.core.backfill import BackfillWindow
 from evenload.scheduler.core.eligibility import Eligibility, is_bound, is_young
 from evenload.scheduler.core.estimates import end_s
-from evenload.scheduler.core.events import Command, Placed, StopRequested
+from evenload.scheduler.core.events import Command, StopRequested
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -61,8 +61,6 @@ class _SharedDevice:
     """Those beside the lead that are not leaving; they do what it does."""
     free_bytes: int = 0
     """The largest peak of a job that may join; 0 if none may."""
-    joined_until_s: float = 0.0
-    """When those that join in this plan can be preempted."""
 
 
 class Sharing:
@@ -72,10 +70,6 @@ class Sharing:
         self.followers: list[Job] = []
         """Jobs that hold devices and are not in the eligibility."""
         self._places: dict[int, _SharedDevice] = {}
-        self._joins: list[tuple[Job, int]] = []
-        self._choose_leads(eligibility)
-
-    def _choose_leads(self, eligibility: Eligibility) -> None:
         by_slot: dict[int, list[Job]] = {}
         for job in eligibility.holders:
             if job.spec.share_device:
@@ -140,8 +134,8 @@ class Sharing:
         window: BackfillWindow | None,
         candidates: PreemptionCandidates,
         changed: Collection[str],
-    ) -> bool:
-        """Start a job on a device with other jobs; False if there is none that it may join.
+    ) -> int | None:
+        """Return the device on which a job starts with others; None if there is none that it may join.
 
         Args:
             job: the job to start.
@@ -151,54 +145,36 @@ class Sharing:
             candidates: jobs that could be displaced; the lead of the joined device is removed.
             changed: jobs from which this plan has taken their devices.
         """
-        for place in self._fitting(job, pools):
+        need = expected_bytes(job)
+        fitting = [
+            place
+            for place in self._places.values()
+            if need is not None and place.free_bytes >= need and self._pool_of[place.slot] in pools
+        ]
+        # Those with the fewest jobs first, then those that it fills best.
+        for place in sorted(fitting, key=lambda place: (len(place.jobs), place.free_bytes, place.slot)):
             lead = place.lead.id
             if lead in candidates.displaced or lead in changed:
                 continue
-            if window is not None and self._delays(place, until_s, window, candidates):
-                continue
+            if window is not None and not window.admit((place.slot,), until_s):
+                is_held_longer = max(end_s(job, self._now_s) for job in place.jobs) > window.start_s
+                if lead in candidates.behind or not is_held_longer:
+                    continue
             candidates.keep(lead)
             place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]
-            place.joined_until_s = max(place.joined_until_s, until_s)
             self._open(place)
-            self._joins.append((job, place.slot))
-            return True
-        return False
+            return place.slot
+        return None
 
-    def _fitting(self, job: Job, pools: Collection[int]) -> list[_SharedDevice]:
-        """Return devices with space for a job, those with the fewest jobs first, then those that it fills best."""
-        need = expected_bytes(job)
-        if need is None:
-            return []
-        fitting = [p for p in self._places.values() if p.free_bytes >= need and self._pool_of[p.slot] in pools]
-        return sorted(fitting, key=lambda place: (len(place.jobs), place.free_bytes, place.slot))
-
-    def _delays(
-        self, place: _SharedDevice, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates
-    ) -> bool:
-        if window.admit((place.slot,), until_s):
-            return False
-        is_held_longer = max(end_s(job, self._now_s) for job in place.jobs) > window.start_s
-        return place.lead.id in candidates.behind or not is_held_longer
-
-    def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
-        """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""
-        found = {}
-        for place in self._places.values():
-            until_s = place.joined_until_s
-            if place.followers and place.lead.id not in behind:
-                until_s = max(until_s, *(end_s(job, self._now_s) for job in place.followers))
-            if until_s:
-                found[place.lead.id] = until_s
-        return found
+    def lead_of(self) -> dict[str, str]:
+        """Return follower → lead."""
+        return {job.id: place.lead.id for place in self._places.values() for job in place.followers}
 
     def commands(self, given: Iterable[Command]) -> list[Command]:
-        """Return the commands for followers that follow from the plan's, and the starts of jobs that join."""
+        """Return the commands for followers that follow from the plan's."""
         stopped = {c.job: c.reason for c in given if isinstance(c, StopRequested) and c.is_preemption}
-        now_s, devices, found = self._now_s, self._snapshot.layout.devices, list[Command]()
-        for place in self._places.values():
-            if (reason := stopped.get(place.lead.id)) is not None:
-                following = [job.id for job in place.followers if job.id not in stopped]
-                found += [StopRequested(now_s, name, reason=reason) for name in following]
-        found += [Placed(now_s, job.id, (devices[slot].id,), job.attempt + 1) for job, slot in self._joins]
-        return found
+        return [
+            StopRequested(self._now_s, name, reason=stopped[lead])
+            for name, lead in self.lead_of().items()
+            if lead in stopped and name not in stopped
+        ]

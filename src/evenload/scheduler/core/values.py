@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.tariff import tariff_of
+from evenload.scheduler.tariff import tariff_of
 
 _ABOVE_0 = math.ulp(0.0)
 
@@ -313,7 +313,6 @@ class Reservation:
 
 POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput", "cost")
 
-
 _MAY_BE_INFINITE = {"infinite": True}
 
 
@@ -366,9 +365,8 @@ class Settings:
         _check(self, "ageing_s half_life_s starve_after_s horizon_s", _ABOVE_0, math.inf)
         _check(self, "min_run_s restart_s fairness max_preemptions_per_hour share_after_s cheap_wait_s")
         _check(self, "max_lost max_sharers share_margin deadline_margin", 1)
-        if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
-            threshold <= 0 for threshold in self.las_thresholds_device_s
-        ):
+        thresholds = list(self.las_thresholds_device_s)
+        if thresholds != sorted(set(thresholds)) or min(thresholds, default=1.0) <= 0:
             raise ConfigError(
                 f"las_thresholds_device_s={self.las_thresholds_device_s}: expected growing numbers above 0"
             )

@@ -89,7 +89,7 @@ def within_budgets(snapshot: QueueSnapshot, spent: Mapping[str, str]) -> tuple[Q
         if reason is not None and job.spec.preemptible:
             job = replace(job, spec=replace(job.spec, priority=min(_IDLE_ONLY, job.spec.priority)))
         elif reason is not None and job.state is JobState.PENDING:
-            waits[job.id] = f"{reason}; a job that can save, or with --requeue, would use idle devices"
+            waits[job.id] = f"{reason}; a job with --saves or --requeue would use idle devices"
             continue
         jobs.append(job)
     return replace(snapshot, jobs=tuple(jobs)), waits

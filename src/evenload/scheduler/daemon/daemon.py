@@ -318,6 +318,9 @@ class Daemon:
             self._state.problems["settings"] = str(error)
             self._log.write(f"settings: {error}")
             settings, found = self._state.settings, dict(self._state.devices)
+            if not found:  # the file was changed since it was read at the start
+                with contextlib.suppress(EvenloadError, OSError, TypeError):
+                    found = {one.device.id: one for one in find_devices(settings)}
         else:
             self._state.problems.pop("settings", None)
         self._state.settings, self._state.devices = settings, found

@@ -18,9 +18,9 @@ from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.events import Command, Placed, ResizeRequested, StopRequested
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.forecast.timeline import Timeline
+from evenload.scheduler.tariff import tariff_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,9 @@ class _Future:
         self.settings = snapshot.settings
         self.choices = PoolChoices(snapshot, now_s)
         decision = planned.decision
-        self._preempts = decision is not None and decision.preempts
-        self._deadline_notes: Mapping[str, str] = {} if decision is None else decision.deadline_notes
-        self._not_before: dict[str, float] = {}
-        if decision is not None:
-            self.choices.restrict(decision.kinds)
-            _, cheap_s = tariff_of(self.settings.cheap_hours, snapshot.midnight_s).next_change_s(now_s)
-            self._not_before = dict.fromkeys(decision.held, cheap_s)
+        self.choices.restrict(decision.kinds)
+        _, cheap_s = tariff_of(self.settings.cheap_hours, snapshot.midnight_s).next_change_s(now_s)
+        self._not_before = dict.fromkeys(decision.held, cheap_s)
         self.timeline = Timeline(snapshot.layout, self.choices.pool_of, snapshot.closed, now_s)
         self.starts: dict[str, float] = {}
         self.ends: dict[str, float] = {}
@@ -125,7 +121,7 @@ class _Future:
                 self.starts[command.job] = self.now_s
                 self.notes[command.job] = "gets its devices now"
         running = {job.id for job in self.planned.order if job.state is JobState.RUNNING}
-        behind = running if self._preempts else set()
+        behind = running if self.planned.decision.preempts else set()
         for job in self.snapshot.jobs:
             if not job.devices:
                 continue
@@ -222,7 +218,7 @@ class _Future:
         end_s = self.ends.get(job.id, math.inf)
         start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
         position = self._positions.get(job.id)
-        reason, note = self._reason(job), self._deadline_notes.get(job.id, "")
+        reason, note = self._reason(job), self.planned.decision.deadline_notes.get(job.id, "")
         reason = "; ".join(part for part in (note, reason) if part)
         return Forecast(reason, start_s, end_s if end_s < math.inf else None, position, note)
 

@@ -70,13 +70,13 @@ def cost(inputs: PolicyInput) -> PolicyDecision:
 
 
 def _sizes(
-    inputs: PolicyInput, order: list[Job], planned: Mapping[str, int], usual: Mapping[str, int] | None
-) -> Mapping[str, int] | None:
+    inputs: PolicyInput, order: list[Job], planned: Mapping[str, int], usual: Mapping[str, int]
+) -> Mapping[str, int]:
     """Size the elastic jobs: those with a deadline as planned, the others by ``default`` from what these leave."""
     if not planned:
         return usual
     left = replace(inputs, num_devices=max(0, inputs.num_devices - sum(planned.values())))
-    return {**(spread_rest(left, [job for job in order if job.id not in planned]) or {}), **planned}
+    return {**spread_rest(left, [job for job in order if job.id not in planned]), **planned}
 
 
 def _waits_for_cheap_hours(inputs: PolicyInput, job: Job, offers: list[KindOffer]) -> bool:

@@ -10,6 +10,7 @@ last one, λ, decides on now: of the present hull all that costs up to λ. What 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -65,8 +66,9 @@ class DeadlinePlan(NamedTuple):
 def offers_of(layout: Layout, needs: Needs) -> list[KindOffer]:
     """Return the kinds of which there are enough devices for the job, the fastest first."""
     found: dict[str, list[tuple[int, float, float, float]]] = {}
-    for pool, num in zip(layout.pools, layout.pool_sizes, strict=True):
-        if (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes:
+    for index, num in sorted(Counter(layout.pool_of).items()):
+        pool = layout.pools[index]
+        if pool.suits(needs):
             found.setdefault(pool.kind, []).append((num, pool.speed, pool.price_per_hour, pool.cheap_price_per_hour))
     offers = []
     for kind, pools in found.items():

@@ -19,7 +19,7 @@ from evenload.scheduler.core.estimates import change_s, work_left
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
-from evenload.scheduler.policies.srpt import guessed_s
+from evenload.scheduler.policies.guesses import guessed_s
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
@@ -125,8 +125,8 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     sizes = [
         k for k in range(lowest, len(curve)) if k <= _ALL_SIZES or k % 4 == 0 or k == len(curve) - 1 or k == present
     ]
-    if job.id in inputs.keeping and not job.spec.preemptible:
-        sizes = []
+    if job.id in inputs.keeping and not job.spec.preemptible:  # such as a run that has not reported yet
+        sizes = [] if job.spec.resize_s is None else [k for k in sizes if k <= present]
     one_s = single_s(inputs, job)
 
     def value(k: int) -> float:
@@ -159,13 +159,13 @@ def share_out(bids: Sequence[Bid], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] | None:
+def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
     """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
-    Returns None without elastic jobs. Rigid jobs, and those for which no devices are left, are not in the result.
+    Rigid jobs, and those for which no devices are left, are not in the result.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
-        return None
+        return {}
     left, churn = inputs.num_devices, churn_of(inputs)
     bids = []
     for job in order:
@@ -180,6 +180,16 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
             if is_elastic:
                 bids.append(bid(inputs, job, 1.0, least, churn))
     return share_out(bids, left)
+
+
+def starting_sizes(inputs: PolicyInput) -> Mapping[str, int]:
+    """Size the elastic jobs that start, for a policy that resizes no running one: they share what no other job needs."""
+    elastic = [j for j in inputs.jobs if not j.devices and j.spec.needs.min_devices < j.spec.needs.max_devices]
+    left = inputs.num_devices - sum([len(job.devices) or job.spec.needs.min_devices for job in inputs.jobs])
+    if left <= 0 or not elastic:
+        return {}
+    churn = churn_of(inputs)
+    return share_out([bid(inputs, job, 1.0, job.spec.needs.min_devices, churn) for job in elastic], left)
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:

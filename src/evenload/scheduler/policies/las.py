@@ -12,6 +12,7 @@ from bisect import bisect_right
 
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.policies.elastic import starting_sizes
 
 
 def las(inputs: PolicyInput) -> PolicyDecision:
@@ -22,4 +23,5 @@ def las(inputs: PolicyInput) -> PolicyDecision:
         queue = bisect_right(thresholds, job.service_until(inputs.now_s))
         return -job.spec.priority, queue, job.submitted_s
 
-    return PolicyDecision(order=sorted(inputs.jobs, key=key), preempts=True, reserves=False)
+    order = sorted(inputs.jobs, key=key)
+    return PolicyDecision(order=order, preempts=True, reserves=False, sizes=starting_sizes(inputs))

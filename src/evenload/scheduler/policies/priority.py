@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.policies.elastic import starting_sizes
 
 
 def priority(inputs: PolicyInput) -> PolicyDecision:
@@ -11,4 +12,4 @@ def priority(inputs: PolicyInput) -> PolicyDecision:
     order = sorted(
         inputs.jobs, key=lambda job: (-job.spec.priority, job.state is not JobState.RUNNING, job.submitted_s)
     )
-    return PolicyDecision(order=order, preempts=True)
+    return PolicyDecision(order=order, preempts=True, sizes=starting_sizes(inputs))

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.tariff import Tariff
 from evenload.scheduler.core.values import Device, Job
 from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
+from evenload.scheduler.tariff import Tariff
 
 _NO_CHEAP_HOURS = Tariff()
 

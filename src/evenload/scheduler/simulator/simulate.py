@@ -14,7 +14,6 @@ from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Reservation, Settings
 from evenload.scheduler.learned_speeds import LearnedSpeeds
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
@@ -24,6 +23,7 @@ from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.programs import ProgramReport, SimulatedProgram, alone_s
+from evenload.scheduler.tariff import tariff_of
 
 KNOWLEDGE = ("known", "unknown", "noisy", "history")
 _MOST_ROUNDS = 50

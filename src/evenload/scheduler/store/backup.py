@@ -90,6 +90,8 @@ def repair(folder: Path) -> Repair:
     Raises:
         QueueError: a daemon runs, or neither the file nor a backup holds any events.
     """
+    if not folder.exists():
+        raise QueueError(f"there is no queue in {folder}")
     try:
         lock = WriterLock(folder / LOCK, "evenload queue repair")
     except OSError as error:

@@ -28,7 +28,7 @@ class WriterLock:
             os.close(self._descriptor)
             raise QueueError(
                 f"the queue {path.parent} already has its writer: {owner}. There is one at a time; talk to that one, or "
-                f"end it first"
+                f"end it first (evenload queue stop)"
             ) from None
         who = {"holder": holder, "pid": os.getpid(), "host": socket.gethostname(), "since_s": time.time()}
         text = json.dumps(who).encode()

@@ -248,7 +248,9 @@ class Reader:
         try:
             yield
         except sqlite3.Error as error:
-            raise QueueError(f"the queue {self._path} can't be read: {error}") from error
+            is_damaged = getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            hint = "; evenload queue stop and evenload queue repair make it whole" if is_damaged else ""
+            raise QueueError(f"the queue {self._path} can't be read: {error}{hint}") from error
 
     def close(self) -> None:
         self._connection.close()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenload.scheduler.core.layout import Layout, layout_of
-from evenload.scheduler.core.tariff import Tariff, tariff_of
 from evenload.scheduler.core.values import Device, Needs
 from evenload.scheduler.policies.deadlines import offers_of
 from evenload.scheduler.store.ledger import AttemptRecord
+from evenload.scheduler.tariff import Tariff, tariff_of
 
 
 @dataclass

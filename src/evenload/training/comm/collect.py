@@ -48,6 +48,10 @@ def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> A
     if op not in _OPERATIONS:
         raise ConfigError(f"run.reduce(op={op!r}): expected one of {', '.join(_OPERATIONS)}")
     outline = _outline(value, op)
+    return control.guarded(lambda: _reduce_on_all(value, outline, op, members, control))
+
+
+def _reduce_on_all(value: Any, outline: str, op: str, members: RankGroup, control: Control) -> Any:
     rows = control.exchange(Operation.REDUCE, [float(zlib.crc32(outline.encode()))])
     for rank, row in zip(members.ranks, rows, strict=True):
         if row != rows[0]:

@@ -101,6 +101,8 @@ class Control:
         self._send_nothing: Callable[[Sequence[int]], object] = len
         self.guard: Guard | None = None
         """Repeats collectives in which a rank is lost (elastic/); None: a lost rank is an error."""
+        self.after_others_gather: Callable[[], None] = lambda: None
+        """Does what `guard` does after a collective, where this rank takes part in a gather from another exchange."""
 
     def join_gathers(self, without_batches: Collection[int], send_nothing: Callable[[Sequence[int]], object]) -> None:
         """Let ranks without batches take part in gathers inside the others' loops, from whichever exchange they wait in.
@@ -168,6 +170,7 @@ class Control:
                 if self._groups.rank not in self._without_batches:
                     return table[:, _HEAD:end]
                 self._send_nothing([int(length) for length in table[:, _HEAD]])
+                self.after_others_gather()
                 table = self._exchange_row(operation, row)
             heads = table[:, :_HEAD]
             if (heads != heads[0]).any():

@@ -125,9 +125,13 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
             "texts or lists of them"
         ) from error
     operation = Operation.GATHER_BATCH if parts.is_running and parts.sizes else Operation.GATHER
-    table = control.exchange(operation, [float(len(own))])
-    payloads = _exchange_bytes(own, [int(row[0]) for row in table], groups)
-    sent = {rank: pickle.loads(data) for rank, data in zip(groups.ranks, payloads, strict=True) if data}
+
+    def exchange() -> list[tuple[int, bytes]]:
+        table = control.exchange(operation, [float(len(own))])
+        payloads = _exchange_bytes(own, [int(row[0]) for row in table], groups)
+        return list(zip(groups.ranks, payloads, strict=True))
+
+    sent = {rank: pickle.loads(data) for rank, data in control.guarded(exchange) if data}
     _check_outlines(sent, groups.rank)
     if operation is Operation.GATHER_BATCH:
         parts.note_gather(groups.membership.workers)

@@ -329,7 +329,7 @@ class GlobalLoader:
                     on_replan()
                 yield batch
                 done = self._cursor
-                if done.position < drawn.num_samples and (size := planner.next_batch_size(in_epoch=True)) is not None:
+                if done.position < done.epoch_samples and (size := planner.next_batch_size(in_epoch=True)) is not None:
                     self.resize(size)
                     drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
                     self._move(epoch_samples=drawn.num_samples)

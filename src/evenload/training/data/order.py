@@ -127,9 +127,10 @@ class RegularBounds(Sequence[int]):
         self._positions = range(position, num_samples, size)
         self._num_samples = num_samples
         self._first, self._position = first, position
+        self._len = first + len(self._positions) + 1
 
     def __len__(self) -> int:
-        return self._first + len(self._positions) + 1
+        return self._len
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -137,13 +138,13 @@ class RegularBounds(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index += len(self) if index < 0 else 0
+            return [self[i] for i in range(*index.indices(self._len))]
+        index += self._len if index < 0 else 0
         if 0 <= index < self._first:
             return self._position * index // self._first
-        if index == len(self) - 1:
+        if index == self._len - 1:
             return self._num_samples
-        return self._positions[index - self._first if index >= 0 else len(self)]
+        return self._positions[index - self._first if index >= 0 else self._len]
 
 
 def regular_bounds(

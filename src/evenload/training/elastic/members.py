@@ -98,6 +98,7 @@ class Members(StepListener):
         self.stall_watch = StallWatch(context, self._changes.send)
         """A listener of the loop."""
         context.control.guard = self.repeat
+        context.control.after_others_gather = self._end_others_gather
         context.engine.continue_with(self)
         context.loop.before_use = self.admit
 
@@ -148,8 +149,15 @@ class Members(StepListener):
                 num_completed = self._follow_changes(error)
                 if has_result and num_completed > self._num_collectives:
                     break
+                self._num_collectives = (
+                    num_completed  # more: a gather of others, in which this rank took part from here
+                )
         self._num_collectives += 1
         return result
+
+    def _end_others_gather(self) -> None:
+        self._context.control.confirm()
+        self._num_collectives += 1
 
     # -- Recovery -------------------------------------------------------------------------------------------------------
 

@@ -51,13 +51,19 @@ class FollowedScheduler:
         """Set it `num_steps` after `begin`, if it stepped once for each of an island's batches; one between loops stays.
 
         Raises:
-            StepError: it stepped in some of the batches alone, or needs a metric.
+            StepError: it stepped in some of the batches alone, or by a metric.
         """
         made = self.num_steps
+        name = type(self._scheduler).__name__
+        if made and isinstance(self._scheduler, ReduceLROnPlateau):
+            raise StepError(
+                f"{name} was stepped inside the loop, where each island has a loss of its own and, with local_steps='auto', as "
+                "many steps as its speed allows: the islands' learning rates would part. Call it once an epoch, after the loop, "
+                "with one value for all, such as that of run.reduce"
+            )
         if made == 0 or made == num_batches == num_steps or (left_early and made != num_batches):
             return
-        name = type(self._scheduler).__name__
-        if made != num_batches or isinstance(self._scheduler, ReduceLROnPlateau):
+        if made != num_batches:
             raise StepError(
                 f"{name} made {made} steps in the {num_batches} steps of an island; with local_steps='auto' call "
                 "scheduler.step() once in each loop body, or once an epoch after the loop"

@@ -9,6 +9,7 @@ from evenload.training.launch.devices import RankDevice, read_host
 from evenload.training.launch.environment import WorkerSpec, at_device
 from evenload.training.launch.membership_decider import MembershipDecider
 from evenload.training.launch.remote_workers import place_of
+from evenload.training.launch.request import LaunchRequest
 from evenload.training.launch.run_members import RunMembers
 
 
@@ -24,19 +25,28 @@ class ChangeableMembers(RunMembers):
         """True while a worker that has left still runs."""
         return len(self.workers) > len(self._decider.members if self._decider is not None else self._workers)
 
-    def for_restart(self) -> tuple[int, str]:
-        """Return how many restarts a place has had at most, and the devices as ``-d`` names them now."""
+    def for_restart(self) -> LaunchRequest:
+        """Return the launch of the devices that are here now; its `num_restarts` is that of the place that has had most."""
         request, decider = self._host.request, self._decider
-        places = [] if decider is None else sorted(decider.places[name].index for name in decider.staying)
-        used = request.num_restarts if decider is None else decider.num_restarts
-        if places in ([], [*range(len(self._places))]):
-            return used, request.devices
+        if decider is None:
+            return request
+        request = replace(request, num_restarts=decider.num_restarts)
+        first = [*range(len(self._places))]
+        places = sorted(decider.places[name].index for name in decider.staying) or first
         indices = {gpu.uuid: str(gpu.index) for gpu in read_host().gpus}  # a queue changes which GPUs CUDA counts here
+        places = [n for n in places if indices.keys() >= {*self._devices[n].uuids}] or places
+        if places == first:
+            return request
         ranks = []
         for device in (self._devices[index] for index in places):
             names = [name.removeprefix("cuda:") for name in device.devices or (device.device,)]
             ranks.append("+".join(indices.get(uuid, "") for uuid in device.uuids) or "+".join(names))
-        return used, ",".join(ranks)
+        speeds, shares = request.throttle, request.settings.get("balance")
+        settings = dict(request.settings)
+        if isinstance(shares, tuple | list):  # no device can have joined
+            settings["balance"] = tuple(shares[index] for index in places)
+        throttle = tuple(speeds[n] if n < len(speeds) else 1.0 for n in places) if speeds else ()
+        return replace(request, devices=",".join(ranks), settings=settings, throttle=throttle)
 
     def why_not_change(self) -> str:
         """Return why the members of this run can't change now; empty if they can."""

@@ -231,11 +231,14 @@ class MembershipDecider:
         return instructions
 
     def ended(self, worker: str) -> list[Instruction]:
-        """A worker that was requested to leave has ended with exit code 0; LostWorker says so to those that still expect it."""
+        """A worker that was requested to leave has ended; LostWorker says so to those that still expect it."""
         self._leaving = [other for other in self._leaving if other != worker]
-        if worker in self._effective and (self._pending is None or worker in self._pending.workers):
-            text = f"rank {self.rank_of(worker)} ({self.places[worker].device}) has left"
-            self._lost[worker] = LostWorker(worker, text, 0.0)
+        if worker not in self._effective or worker in self._lost:
+            return []
+        rank = (self.members if worker in self.members else self._effective).index(worker)
+        text = f"rank {rank} ({self.places[worker].device}) has left"
+        self._lost[worker] = LostWorker(worker, text, 0.0)  # also for a change that replaces the one with which it left
+        if self._pending is None or worker in self._pending.workers:
             if why := self.why_not_without([worker]):
                 return [EndRun(f"{text}\nthe run can't go on: {why}")]
             return self._change_urgently(())

@@ -134,7 +134,14 @@ class RemoteMachines:
         self._joining: list[PeerJoined] = []
         """Machines that have come since the run began, until all ranks train."""
         self._lost: set[int] = set()
-        self.limit_silence, self.announce = peers.limit_silence, peers.announce
+        self.announce = peers.announce
+        self._limits_silence = False
+
+    def limit_silence(self, seconds: float) -> None:
+        """See `PeerMonitor.limit_silence`; once."""
+        if not self._limits_silence:
+            self._limits_silence = True
+            self._peers.limit_silence(seconds)
 
     def add(self, spec: WorkerSpec, place: WorkerPlace) -> RemoteWorker:
         """Follow a worker that its machine starts by itself, as the run begins."""

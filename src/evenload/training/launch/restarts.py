@@ -36,7 +36,7 @@ def restart(
     text: str,
     folder: Path | None,
     began_s: float,
-    before: tuple[int, str],
+    before: LaunchRequest,
     print_line: Callable[[str], None],
 ) -> tuple[LaunchRequest | None, str]:
     """Return the next launch, after a line and an event, or None; and the report: `text`, and why it doesn't start again.
@@ -44,14 +44,14 @@ def restart(
     `folder`: the run's, None before `evenload.init`; `began_s`: when these ranks started (since 1970); `before`: what
     `ChangeableMembers.for_restart` returned before the ranks were ended.
     """
-    (used, devices), limit = before, request.max_restarts
+    used, limit = before.num_restarts, request.max_restarts
     is_training = request.mode == "train" and not request.call and not request.settings.get("dry_run")
     if not is_training or not limit or stop_requested():
         return None, text
     if used >= limit:
         return None, f"{text}\nit doesn't start again: its {used} restarts are used up (--max-restarts {limit})"
     last_step = -1 if folder is None else last_step_in(folder, since_s=began_s)
-    settings = {key: value for key, value in request.settings.items() if key != "fresh" or last_step < 0}
+    settings = {key: value for key, value in before.settings.items() if key != "fresh" or last_step < 0}
     checkpoints = [] if folder is None or settings.get("fresh") else list_checkpoints(folder)
     saved = next((found for found in checkpoints if found.is_last), None)
     if last_step >= 0 and saved is None:
@@ -61,6 +61,12 @@ def restart(
     again = f", {num_steps} step{'s are' if num_steps > 1 else ' is'} done again" if num_steps else ""
     head, _, why = text.partition("\nthe run can't go on: ")
     reason = head.splitlines()[0] + (f"; the run can't go on: {why}" if why else "")
+    for name, old, new in (
+        ("throttle", request.throttle, before.throttle),
+        ("balance", request.settings.get("balance"), before.settings.get("balance")),
+    ):
+        if old != new:
+            again += f", with --{name} {','.join(f'{value:g}' for value in new or ())} for the devices that remain"
     line = f"{reason}; {'it' if why else 'the run'} starts again {where}{again} (restart {used + 1} of {limit})"
     print_line(f"evenload: {line}")
     if folder is not None and is_run(folder):
@@ -68,7 +74,7 @@ def restart(
         fields = {"reason": reason, "seconds": seconds, "steps": num_steps}
         with suppress(OSError):  # a full disk: the ranks report it
             append_event(folder, RunEvent("restarted", line, time.time(), step, fields))
-    return replace(request, settings=settings, devices=devices, num_restarts=used + 1), text
+    return replace(before, settings=settings, num_restarts=used + 1), text
 
 
 def wait_before(request: LaunchRequest, received_signals: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ from evenload.training.launch.membership_messages import (
 )
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
-from evenload.training.launch.server_process import may_lose
+from evenload.training.launch.server_process import goes_on_without, may_lose, what_joiners_do
 from evenload.training.launch.stalls import StallMonitor
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ class RunMembers:
         self._judge_suspects(decider)
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
+        elif may_lose(self._host.folder):
+            self._machines.limit_silence(_SILENCE_S)
         now_s = time.monotonic()
         if now_s - self._announced_s >= _ANNOUNCE_S:
             self._announce(decider)
@@ -228,7 +230,7 @@ class RunMembers:
         if isinstance(event, PeerLost):
             self._lose_machines([event])
         elif isinstance(event, PeerJoined):
-            self._print(f"{event.machine.name} is here; its devices start, and join at the end of a step")
+            self._print(f"{event.machine.name} is here; {what_joiners_do(self._host.folder)}")
         elif isinstance(event, PeerMessage) and event.kind == "stop_joins":
             self.stop_joins()
 
@@ -236,7 +238,7 @@ class RunMembers:
         """Go on without machines and their ranks, or end the run; `new_coordinator_s`: when the last one was lost."""
         names = [name for one in lost for name in self._machines.lose(one.node) if name not in self._gone]
         self._gone.update(names)
-        if may_lose(self._host.folder) and not any(self._workers[name].spec.rank == 0 for name in names):
+        if goes_on_without(self._host.folder, [self._workers[name].spec.rank for name in names]):
             for one in lost:
                 self._print(f"{one.name} is gone: {one.reason}; the run goes on without it")
             return
@@ -261,8 +263,9 @@ class RunMembers:
         main = decider.members[0]
         self._act(decider.lost(losses, restart=False, new_coordinator=new_coordinator_s > 0))
         if main in names and self.end_cause is None:
-            where = self.where(decider.members[0])
-            self._print(f"rank 0 is {where} from now on; records and checkpoints are written there")
+            self._print(
+                f"rank 0 is {self.where(decider.members[0])} from now on; records and checkpoints are written there"
+            )
 
     def _receive(self, decider: MembershipDecider, message: Message) -> None:
         if isinstance(message, Capable):
@@ -360,11 +363,10 @@ class RunMembers:
                 continue
             if name in decider.joiners or process.poll() is None:
                 continue
-            if process.code == 0:
+            if process.code == 0 or name not in decider.members:
                 self._gone.add(name)
                 self._act(decider.ended(name))
-            elif name not in decider.members:
-                self._gone.add(name)
+            if process.code and name in self._gone:
                 failure = process.read_failure() or describe_end(0, process.code or 1, 0.0)
                 self._print(failure.sentence(f"{self.where(name)}, which had left,"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteWorker
 
 _MAY_LOSE_FILE = "may_lose_workers"
-"""File in the launch folder: the ranks of this machine go on without one that was killed."""
-_GIVEN_UP_FILE = "given_up_workers"
-"""File in the launch folder: ranks that the server has given up because they hang."""
+"""File in the launch folder while the server's loop runs: the ranks go on without one that was killed."""
+_GIVEN_UP_FILE, _HANGING_FILE = "given_up_workers", "hanging_workers"
+"""Files in the launch folder: ranks that the server has given up, and those of them that hang."""
+_LOST_FILE = "lost_workers"
+"""File in the launch folder: ranks of machines that are lost; their connections do not end."""
 
 
 def with_server(workers: Sequence[WorkerSpec], settings: Mapping[str, Any]) -> tuple[WorkerSpec, ...]:
@@ -46,22 +48,50 @@ def with_servers_speed(factors: Sequence[float], workers: Sequence[WorkerSpec]) 
     return (1.0, *factors) if workers[0].has_server else tuple(factors)
 
 
-def allow_losses(launch_dir: str) -> None:
-    """Let the supervisor go on without a worker that was killed; the ranks know what to do."""
-    if launch_dir:
-        (Path(launch_dir) / _MAY_LOSE_FILE).touch()
+def allow_losses(launch_dir: str, allowed: bool) -> None:
+    """Let the supervisor go on without a worker that was killed, or no longer: between two loops the ranks need each other."""
+    if launch_dir and allowed:
+        Path(launch_dir, _MAY_LOSE_FILE).touch()
+    elif launch_dir:
+        Path(launch_dir, _MAY_LOSE_FILE).unlink(missing_ok=True)
 
 
-def give_up(launch_dir: str, rank: int) -> None:
-    """Let the supervisor end a worker that hangs: it might never end by itself."""
-    if launch_dir:
-        with contextlib.suppress(OSError), Path(launch_dir, _GIVEN_UP_FILE).open("a") as file:
-            file.write(f"{rank}\n")
+def give_up(launch_dir: str, rank: int, hangs: bool) -> None:
+    """Let the supervisor go on without a worker, and end it if it hangs: it might never end by itself."""
+    for name in (_GIVEN_UP_FILE, *([_HANGING_FILE] if hangs else [])) if launch_dir else ():
+        with contextlib.suppress(OSError):
+            _add(Path(launch_dir, name), [rank])
+
+
+def read_lost(launch_dir: str) -> set[int]:
+    """Return the ranks that `goes_on_without` has noted."""
+    return _read(Path(launch_dir, _LOST_FILE)) if launch_dir else set()
+
+
+def goes_on_without(folder: Path, ranks: Collection[int]) -> bool:
+    """Return whether the server goes on without ranks whose machines are lost, and let it know."""
+    if 0 in ranks or not (may_lose(folder) or (ranks and {*ranks} <= _read(folder / _GIVEN_UP_FILE))):
+        return False
+    _add(folder / _LOST_FILE, ranks)
+    return True
 
 
 def may_lose(folder: Path) -> bool:
-    """Return whether the ranks have called `allow_losses`."""
+    """Return whether the server's loop runs."""
     return (folder / _MAY_LOSE_FILE).exists()
+
+
+def what_joiners_do(folder: Path) -> str:
+    return "it waits for the end of the run" if may_lose(folder) else "its devices start, and join at the end of a step"
+
+
+def _add(path: Path, ranks: Iterable[int]) -> None:
+    with path.open("a") as file:
+        file.writelines(f"{rank}\n" for rank in ranks)
+
+
+def _read(path: Path) -> set[int]:
+    return {int(line) for line in path.read_text().splitlines()} if path.exists() else set()
 
 
 class LostWorkers:
@@ -71,13 +101,12 @@ class LostWorkers:
         self._folder = folder
         self._print_line = print_line
         self._ranks: set[int] = set()
-        self._given_up: set[int] = set()
+        self._hanging: set[int] = set()
 
-    def end_given_up(self, workers: Iterable[WorkerProcess | RemoteWorker]) -> None:
-        """Kill the workers that the server has given up since the last call."""
-        path = self._folder / _GIVEN_UP_FILE
-        if path.exists() and (new := set(map(int, path.read_text().split())) - self._given_up):
-            self._given_up |= new
+    def end_hanging(self, workers: Iterable[WorkerProcess | RemoteWorker]) -> None:
+        """Kill the workers that the server has given up since the last call because they hang."""
+        if new := _read(self._folder / _HANGING_FILE) - self._hanging:
+            self._hanging |= new
             for worker in workers:
                 if worker.spec.rank in new and worker.poll() is None:
                     worker.kill()
@@ -88,8 +117,10 @@ class LostWorkers:
         if rank in self._ranks:
             return True
         # A worker that was given up and comes back before it is killed ends by itself, with the error of the server's answer.
-        was_killed = failure.kind.startswith("killed by ") or rank in self._given_up
-        if rank == 0 or worker.poll() is None or not was_killed or not may_lose(self._folder):
+        was_killed = failure.kind.startswith("killed by ") or rank in self._hanging
+        if rank == 0 or worker.poll() is None or not was_killed:
+            return False
+        if not (may_lose(self._folder) or rank in _read(self._folder / _GIVEN_UP_FILE)):
             return False
         self._ranks.add(rank)
         self._print_line(f"evenload: {failure.text(worker.spec.device)}\nevenload: the run goes on without rank {rank}")

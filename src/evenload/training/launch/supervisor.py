@@ -318,7 +318,7 @@ class _Supervisor:
             return [cause_of_loss(cut_off)]
         if not isinstance(self._members, RunMembers):
             return []
-        self._lost.end_given_up(self._members.workers)
+        self._lost.end_hanging(self._members.workers)
         failures = {
             worker.spec.worker: failure
             for worker in self._members.workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
+from evenload.training.launch.server_process import allow_losses, read_lost
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.local import IslandStrategy
@@ -77,7 +79,7 @@ def _open_async(parts: StrategyParts) -> Strategy:
         return _open_ddp(parts)
     from evenload.training.parallel.asynchronous.strategy import open_async  # imports RPC, which takes 0.1 s
 
-    return open_async(
+    strategy = open_async(
         _open_ddp(parts),
         parts.groups,
         parts.clock,
@@ -86,6 +88,10 @@ def _open_async(parts: StrategyParts) -> Strategy:
         compensates=parts.compensates,
         report_lost=parts.report_lost,
     )
+    if strategy.server is not None:
+        strategy.server.read_lost = partial(read_lost, parts.spec.launch_dir)
+        strategy.server.allow_losses = partial(allow_losses, parts.spec.launch_dir)
+    return strategy
 
 
 def _open_local(parts: StrategyParts) -> Strategy:

@@ -90,8 +90,7 @@ def lost_reporter(record: Callable[..., None], launch_dir: str) -> Callable[[int
     """Return what records that a worker is gone; one that hangs is ended by its launcher."""
 
     def report(worker: int, reason: str, parts: Sequence[int], hangs: bool) -> None:
-        if hangs:
-            give_up(launch_dir, worker)
+        give_up(launch_dir, worker, hangs)
         which = ", ".join(map(str, parts))
         takes = f"; another worker takes part {which}" if parts else ""
         record("lost", f"rank {worker} is gone ({reason}){takes}", rank=worker, parts=list(parts))

@@ -42,7 +42,6 @@ from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
 from evenload.training.launch.run_control import RUN_FOLDER_FILE
-from evenload.training.launch.server_process import allow_losses
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.launch.uncaught import report_uncaught
 from evenload.training.parallel.factory import StrategyParts, open_strategy
@@ -176,8 +175,6 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         compensates=config.staleness_lr == "compensate",
         report_lost=async_run.lost_reporter(recorder.event, spec.launch_dir),
     )
-    if async_run.is_asynchronous(config, spec):
-        allow_losses(spec.launch_dir)
     if config.strategy == async_run.STRATEGY:
         recorder.event("async", async_run.describe(config, spec))
     asynchronous = async_run.is_asynchronous(config, spec)

@@ -56,7 +56,8 @@ def head(view: QueueView) -> str:
         for name in ("running", "waiting", "succeeded", "failed", "cancelled")
         if counts.get(name)
     ]
-    parts.append(", ".join(texts) or "no jobs yet")
+    whose = "" if view.user is None else f" of user {clean(view.user)}"
+    parts.append(f"{', '.join(texts)}{whose}" if texts else f"no jobs{whose} yet")
     return " · ".join(parts)
 
 

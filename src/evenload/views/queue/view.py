@@ -57,6 +57,8 @@ class QueueView:
     devices: Sequence[Mapping[str, Any]] = ()
     reservations: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[str] = ()
+    user: str | None = None
+    """The selected user; None for all."""
     age_s: float | None = 0.0
     """Age of all this: 0 from the daemon; from the file, the time since a daemon last worked, None if unknown."""
 
@@ -109,7 +111,8 @@ def _listed_view(client: Client, wanted: JobFilter, counts: Mapping[str, int]) -
         ended = listed(tuple(ENDED), ended=True, limit=NUM_ENDED, newest_first=True)["jobs"][::-1]
     if wanted.user is not None:
         counts = first["counts"]
-    return QueueView(client.folder, time.time(), is_live=True, jobs=[*ended, *first["jobs"]], counts=counts)
+    jobs = [*ended, *first["jobs"]]
+    return QueueView(client.folder, time.time(), is_live=True, jobs=jobs, counts=counts, user=wanted.user)
 
 
 def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:
@@ -125,7 +128,7 @@ def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:
             last = reader.jobs(states=tuple(ENDED), user=wanted.user, limit=NUM_ENDED, newest_first=True)
             lines = [*reversed(last), *lines]
     jobs = [row_of_line(line, ahead_s) for line in lines]
-    return QueueView(folder, time.time(), is_live=False, jobs=jobs, counts=counts, age_s=age_s)
+    return QueueView(folder, time.time(), is_live=False, jobs=jobs, counts=counts, user=wanted.user, age_s=age_s)
 
 
 def parse_states(text: str) -> tuple[JobState, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,10 @@ class PartServer:
         """Returns the indices of the parameters and buffers to send, and copies of them, joined."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called now and then while no gradient may be applied; it may end the script."""
+        self.read_lost: Callable[[], Collection[int]] = tuple
+        """Returns workers whose machines are lost: their connections may never end."""
+        self.allow_losses: Callable[[bool], None] = lambda allowed: None
+        """Called at the begin and the end of each loop: only in it the others go on without a worker."""
 
     # -- from threads of RPC ---------------------------------------------------------------------------------------------
 
@@ -114,6 +118,7 @@ class PartServer:
 
     def begin(self, parts: Sequence[int]) -> None:
         """Begin an epoch with these parts left."""
+        self.allow_losses(True)
         self.ledger = PartLedger(parts, self.staleness)
         self._gradients.clear()
         self._snapshots.clear()
@@ -138,7 +143,7 @@ class PartServer:
             with self._changed:
                 if not self._inbox:
                     self._changed.wait(_POLL_S)
-            self._give_up_hanging()
+            self._give_up()
             self.on_wait()
 
     def finish(self) -> list[int]:
@@ -156,8 +161,10 @@ class PartServer:
                 if not self._inbox:
                     self._changed.wait(_POLL_S)
             self._receive(drops=True)
-            self._give_up_hanging()
+            self._give_up()
             waits_for &= set(self.alive)
+        self.allow_losses(False)
+        self._give_up()
         answers, self._waiting = self._waiting, {}
         indices, state = self.read_state()
         for worker in self.alive:
@@ -245,7 +252,10 @@ class PartServer:
         self.max_staleness = max(self.max_staleness, staleness)
         return PartArrival(job, gradient, staleness, indices, snapshot)
 
-    def _give_up_hanging(self) -> None:
+    def _give_up(self) -> None:
+        """Give up workers that hang, or whose machines are lost."""
+        for worker in self.read_lost():
+            self._lose(_Leave(worker, "its machine is lost", is_dead=True))
         now_s = time.monotonic()
         for job in self.ledger.computing():
             usual_s = self._part_s.get(job.worker, self._timeout_s)
