@@ -19,6 +19,7 @@ from evenload.balance.batch import CHOICE_STEPS
 from evenload.testing import run_ranks
 from tests.ranks.adaptive_batch.jobs import BASE, Cloud, Offset, events, plain_steps, step_of
 from tests.ranks.elastic.supervised import Supervised
+from tests.ranks.elastic.test_losses import Faults
 
 NUM_SAMPLES = 3000
 NOISE = 400.0
@@ -38,9 +39,23 @@ class Numbered(Dataset[tuple[int, torch.Tensor]]):
 
 
 def train(
-    folder: str, num_epochs: int, until: int | None = None, drop_last: bool = False, full: int = 0, **settings: Any
+    folder: str,
+    num_epochs: int,
+    until: int | None = None,
+    drop_last: bool = False,
+    full: int = 0,
+    missed: int | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train on the devices that there are, and write down what each step used on this rank."""
+    """Train on the devices that there are, and write down what each step used on this rank.
+
+    In step `missed`, worker 2 dies when it has sent its part to worker 0, and not to worker 1.
+    """
+    fault = Faults(
+        Path(os.environ.get("EVENLOAD_WORKER", "")).stem, [("w2", "missed by w1", -2 if missed is None else missed)]
+    )
+    if missed is not None:
+        fault.inject()
     run = evenload.init(project_dir=f"{folder}/run", seed=3, batch_max=64, **settings)
     model, loader = run.prepare(Offset(), DataLoader(Numbered(), batch_size=BASE, shuffle=True, drop_last=drop_last))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -55,7 +70,9 @@ def train(
     for _ in range(loader.epoch, num_epochs):
         for step in loader:
             used.clear()
+            fault.step = step.index
             step.backward(loss_fn)
+            fault.at("missed by w1")
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -152,3 +169,26 @@ def test_a_rank_that_joins_or_leaves_lets_the_batch_be_chosen_inside_the_epoch(t
     if change == "joins":
         assert torch.equal(seen["weights"], found["w2"]["weights"])
         assert seen["steps"][-len(found["w2"]["steps"]) :] == found["w2"]["steps"]
+
+
+@pytest.mark.parametrize("missed", [58, 59, 187])
+def test_ranks_that_learn_of_a_loss_in_different_steps_choose_in_front_of_the_same_one(
+    tmp_path: Path, missed: int
+) -> None:
+    run = Supervised(tmp_path, train, str(tmp_path), 3, None, False, 0, missed)
+    run.start(3)
+    found = run.run(80)
+    assert run.lost == ["w2"]
+    for worker in ("w0", "w1"):
+        steps = found[worker]["steps"]
+        assert [index for index, *_ in steps] == list(range(len(steps)))
+    # What worker 1 used in the step that it missed was its part all the same; the last one wrote nothing of that step.
+    sizes = [
+        (epoch, size)
+        for size, epoch in dict.fromkeys((size, epoch) for _, epoch, _, _, size, _ in found["w0"]["steps"])
+    ]
+    assert sizes[:2] == [(0, BASE), (0 if missed < 100 else 1, 2 * BASE)]
+    assert found["w0"]["steps"] == found["w1"]["steps"]
+    assert torch.equal(found["w0"]["weights"], found["w1"]["weights"])
+    weights = plain_steps(Cloud(NOISE, num_samples=NUM_SAMPLES), [step[1:] for step in found["w0"]["steps"]])
+    assert float((weights - found["w0"]["weights"]).norm() / weights.norm()) <= 1e-12

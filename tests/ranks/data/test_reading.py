@@ -66,3 +66,18 @@ def test_tensors_put_in_place_later_are_read(num_workers: int) -> None:
     assert [batch.micro(0).data[0].tolist() for batch in rank] == [[0.0] * 4] * 2
     data.tensors = (torch.ones(8),)
     assert [batch.micro(0).data[0].tolist() for batch in rank] == [[1.0] * 4] * 2
+
+
+@pytest.mark.parametrize("sampler", [None, [3, -1, 0, 19, 7, 7, 2, 5]])
+def test_rows_by_index_are_those_that_workers_read(sampler: list[int] | None) -> None:
+    read = []
+    for num_workers in (0, 1):
+        loader = DataLoader(DATA, batch_size=4, shuffle=sampler is None, sampler=sampler, num_workers=num_workers)
+        (rank,) = make_ranks(Board((1,)), loader)
+        assert (rank._reader._sources[0].prefetcher.rows is None) == (num_workers > 0)  # type: ignore[union-attr]
+        read.append([batch.micro(0).data for batch in rank])
+        rank.close()
+    for here, there in zip(*read, strict=True):
+        assert type(here) is type(there) is list
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    assert len(read[0]) == (5 if sampler is None else 2)

@@ -55,7 +55,7 @@ class Planner:
     def revision(self) -> int:
         return len(self.board.decisions)
 
-    def next_batch_size(self, *, in_epoch: bool) -> None:
+    def next_batch_size(self, step: int | None) -> None:
         return None
 
     def steps(self, todo: Sequence[int]) -> Iterator[int]:

@@ -18,7 +18,7 @@ from evenload.training.comm import clock
 from evenload.training.step import step_recorder
 
 SOURCE = str(Path(evenload.__file__).parent)
-MOST_CALLS = 252
+MOST_CALLS = 234
 """Of Python functions in a step; `benchmarks small_steps` measures the seconds."""
 AT_TIMES = ("bottleneck.py", "summary.py", "console.py")
 """Files whose calls depend on how long the steps take."""

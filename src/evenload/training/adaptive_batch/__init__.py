@@ -1,1 +1,1 @@
-"""Let the global batch grow between epochs where measured goodput is higher (`batch_max`)."""
+"""Let the global batch grow where measured goodput is higher, between epochs and on other devices (`batch_max`)."""

@@ -6,6 +6,9 @@ batch, the noise scale that the learning rate follows, and the shares.
 On other devices (ranks joined or left, or a checkpoint was loaded on others) the batch is chosen inside the epoch: after
 `CHOICE_STEPS` steps, and again after as many until it stays or turns back. The rest of the epoch comes in batches of the
 new size. The cursor counts samples, so the order of samples and what is used of it do not depend on the batches.
+
+Ranks learn of a loss in different steps, so they may count differently. Rank 0 alone says whether it is time; all ask it in
+front of the same steps (every `_ASK_EVERY`) and at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
+_ASK_EVERY = 10
+"""Steps between two questions inside an epoch whether the batch is to be chosen."""
 _REMEMBERED = 64
 _PARTS = 1000
 """The noise scale is sent as an integer, in thousandths of a sample."""
@@ -94,7 +99,7 @@ class BatchGrowth(PlanSource):
         self._tried_from: int | None = None
         self._has_tried = False
         self._times = ChoiceTimes()
-        """The same on all ranks."""
+        """Rank 0's counts; see the module's docstring."""
         self._num_steps = 0
         self._reported: set[str] = set()
         self._unreported: BatchReport | None = None
@@ -125,20 +130,27 @@ class BatchGrowth(PlanSource):
             track.add(CostSample(timed.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
         self._rests.append(_rest(cost))
 
-    def next_batch_size(self, *, in_epoch: bool) -> int | None:
+    def next_batch_size(self, step: int | None) -> int | None:
+        if step is not None and step % _ASK_EVERY:
+            return None
         self._follow_devices()
-        return self._choose() if self._times.is_due(in_epoch=in_epoch) else None
+        return self._choose(is_due=self._times.is_due(in_epoch=step is not None))
 
-    def _choose(self) -> int:
+    def _choose(self, is_due: bool) -> int | None:
+        """Return what rank 0 chooses; None if it says that it is not time."""
         before, choice = self.now, None
         integers = [before.batch_size, round(before.noise * _PARTS)]  # what holds if rank 0 is lost in this exchange
-        if self._planner.rank == 0:
+        if self._planner.rank == 0 and not is_due:
+            integers = []
+        elif self._planner.rank == 0:
             choice = self._decide()
             size = before.batch_size if choice is None else choice.batch_size
             noise = before.noise if choice is None else self._noise.at_least or 0.0
             shares = () if size == before.batch_size else self._planner.split(size, self._costs()).shares
             integers = [size, round(noise * _PARTS), *shares]
-        size, noise_parts, *new_shares = self._planner.agree(integers)
+        if not (agreed := self._planner.agree(integers)):
+            return None
+        size, noise_parts, *new_shares = agreed
         self.now = EpochBatch(size, noise_parts / _PARTS)
         if new_shares:
             # A rank may have been lost in the exchange, so that the shares are those of other ranks.

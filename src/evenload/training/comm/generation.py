@@ -99,7 +99,7 @@ class Generation:
     def world_size(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         """True if this rank takes part in gradients and statistics."""
         return self.rank in self.computing
@@ -109,7 +109,7 @@ class Generation:
         """Size of the data axis: the number of columns of a plan."""
         return len(self.membership.workers)
 
-    @property
+    @cached_property
     def data_index(self) -> int:
         """Coordinate of this rank on the data axis: its column in a plan."""
         return self.rank

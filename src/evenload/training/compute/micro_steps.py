@@ -88,7 +88,9 @@ def run_micro_steps(
     `last_units` is N of the same backward in the last step, if there was one.
     """
     plan = batch.plan
-    own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][column]]
+    own: Sequence[int] = range(plan.num_micro)
+    if not context.computes_idle:
+        own = [m for m in own if plan.micro[m][column]]
     for m in own:
         context.check()
         micro = batch.micro(m, column, context.device)
@@ -151,9 +153,9 @@ def add_result(sums: LossSums, result: LossResult, weight: torch.Tensor | float)
             sums.metrics[name] = sums.metrics[name] + _where(weight, value) * weight
     elif weight:
         sums.units += weight
-        loss = result.loss.detach()
+        loss = result.loss
         # The number of a CPU is there already, and Python adds it faster.
-        sums.loss_sum += (float(loss) if loss.device.type == "cpu" else loss.double()) * weight
+        sums.loss_sum += (loss.item() if loss.is_cpu else loss.detach().double()) * weight
         for name, value in result.metrics.items():
             sums.metrics[name] = sums.metrics[name] + value * weight
 

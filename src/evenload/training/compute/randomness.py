@@ -62,6 +62,8 @@ def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
 
 def save(device: torch.device, others: Sequence[torch.device] = ()) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
     """Return the state of the generators for `put_back`. `others`: see `other_gpus`."""
+    if device.type == "cpu" and not others:  # without a frame for each list
+        return _saver.save(), []
     gpus = [_cuda_generator(gpu) for gpu in (device, *others) if gpu.type == "cuda"]
     return _saver.save(), [(generator, generator.get_state()) for generator in gpus]
 

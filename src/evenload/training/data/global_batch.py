@@ -107,6 +107,8 @@ class GlobalBatch:
         if (low, high) not in self._held:
             self._held[low, high] = self._read(low, high)
         device = device or self._device
+        if device.type == "cpu":  # nothing to copy
+            return MicroBatch(move(self._held[low, high], device), num_samples, idle=num_samples == 0)
         if self._first is not None and (self._first.span, self._device) == ((low, high), device):
             copy, self._first = self._first.copy, None  # once: the user's code may change the tensors
         else:

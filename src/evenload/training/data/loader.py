@@ -159,10 +159,8 @@ class GlobalLoader:
         return steps
 
     def cursor(self) -> Cursor:
-        drawn, now = self._generators_before, self._generators
-        return Cursor(
-            **{**vars(self._cursor), "generators": randomness.save_generators(now) if drawn is None else drawn}
-        )
+        before = self._generators_before or randomness.save_generators(self._generators)
+        return Cursor(**{**vars(self._cursor), "generators": before})
 
     def commit(self, batch: GlobalBatch) -> int:
         """Count a step, once for each and before the next batch is requested, else StepError; return the steps of the job."""
@@ -260,7 +258,8 @@ class GlobalLoader:
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
         ahead: CopiedAhead | None = None
-        todo: Sequence[int] = range(drawn.step_at(cursor.position), drawn.num_steps)
+        begun = drawn.step_at(cursor.position)
+        todo: Sequence[int] = range(begun, drawn.num_steps)
         if cursor.ahead:
             todo = [step for step in todo if step not in dict(cursor.ahead)]
 
@@ -272,7 +271,6 @@ class GlobalLoader:
                 self._clock.switch(before)
 
         rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
-        begun = drawn.step_at(cursor.position)
         before = cursor.global_step - begun  # steps of earlier epochs
 
         def following(place: int | BatchPlace) -> Iterator[int | BatchPlace]:
@@ -302,8 +300,7 @@ class GlobalLoader:
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
             if ahead is not None or later is None or not reader.reading.num_workers:
                 return
-            plan = plan_of(later, batch)
-            for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
+            for span in spans_of(plan_of(later, batch), self._ranks)[:1]:  # none where this rank is left out
                 with contextlib.suppress(Exception):  # the next step reads again, and raises there
                     data = read(*span)
                     ahead = CopiedAhead(span, data, start_copy(data, self._device))
@@ -314,7 +311,17 @@ class GlobalLoader:
             places: Iterator[int | BatchPlace] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
-            while (given := next(places, None)) is not None:
+            while True:
+                at = self._cursor
+                within = 0 < at.position < at.epoch_samples
+                if within and (size := planner.next_batch_size(at.global_step)) is not None:
+                    self.resize(size)
+                    drawn = drawn.in_batches_of(size, self.user_loader, at.step, at.position)
+                    self._move(epoch_samples=drawn.num_samples)
+                    todo, ahead = range(at.step, drawn.num_steps), None
+                    places = iter(planner.steps(todo))
+                if (given := next(places, None)) is None:
+                    break
                 place = given
                 if not planner.in_order:
                     self._ranks = (planner.rank,)  # ranks may have been counted anew
@@ -328,13 +335,6 @@ class GlobalLoader:
                     revision = revised
                     on_replan()
                 yield batch
-                done = self._cursor
-                if done.position < done.epoch_samples and (size := planner.next_batch_size(in_epoch=True)) is not None:
-                    self.resize(size)
-                    drawn = drawn.in_batches_of(size, self.user_loader, done.step, done.position)
-                    self._move(epoch_samples=drawn.num_samples)
-                    todo, ahead = range(done.step, drawn.num_steps), None
-                    places = iter(planner.steps(todo))
             self._next_epoch()
         finally:
             reader.pause()
@@ -408,7 +408,7 @@ class GlobalLoader:
         self._begun = False
         self._generators_before = None
         self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
-        self._resized = self._planner.next_batch_size(in_epoch=False) or self._resized
+        self._resized = self._planner.next_batch_size(None) or self._resized
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})

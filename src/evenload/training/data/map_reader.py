@@ -108,6 +108,14 @@ class _Source:
     first_unit: int = 0
     """Units before this epoch of the first loader, where this one goes on."""
     keys: Callable[[int, int], list[Any]] = lambda low, high: []
+    index: Callable[[int, int], torch.Tensor | None] = lambda low, high: None
+    """The same keys as a tensor, if they are one."""
+
+    def get(self, span: Span) -> Any:
+        """Return the collated samples at these positions."""
+        if (rows := self.prefetcher.rows) is not None and (index := self.index(*span)) is not None:
+            return rows(index)
+        return self.prefetcher.get(self.task(span))
 
     def task(self, span: Span) -> ReadTask:
         low, high = (self.first_unit + span[0]) * self.unit, (self.first_unit + span[1]) * self.unit
@@ -178,6 +186,7 @@ class MapReader:
         drawn = order.draw_order(first.loader, seed=first.seed, epoch=epoch, rank=rank, agree=agree)
         first.epoch, first.keys = epoch, drawn.keys
         if not self._is_joint:
+            first.index = drawn.index
             return drawn
         checks.check_whole_units(drawn.num_samples, self.units)
         num_units = drawn.num_samples // first.unit
@@ -200,10 +209,9 @@ class MapReader:
     def get(self, span: Span) -> Any:
         """Return the collated samples at these positions; of several loaders a tuple."""
         if self._is_joint:
-            data: Any = tuple([source.prefetcher.get(source.task(span)) for source in self._sources])
+            data: Any = tuple([source.get(span) for source in self._sources])
         else:
-            source = self._sources[0]
-            data = source.prefetcher.get(source.task(span))
+            data = self._sources[0].get(span)
         if self._measures_pinning:
             self._measure_pinning(data)
         return data

@@ -72,6 +72,10 @@ class SampleOrder:
         part = self.source[low:high]
         return part.tolist() if isinstance(part, torch.Tensor | np.ndarray) else list(part)
 
+    def index(self, low: int, high: int) -> torch.Tensor | None:
+        """Return the same keys as a tensor of integers, without a Python object for each; None where they are not one."""
+        return self.source[low:high] if isinstance(self.source, torch.Tensor) else None
+
     def step_at(self, position: int) -> int:
         """Return the step that begins at a position; DataError if none does, because the batches have changed."""
         step = bisect.bisect_left(self.bounds, position)

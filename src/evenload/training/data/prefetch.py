@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from evenload.errors import DataError
@@ -59,6 +60,8 @@ class Prefetcher:
         self._loader = loader
         self._seed, self._rank, self._keyed = seed, rank, keyed
         self.reading: ReadSettings
+        self.rows: Callable[[torch.Tensor], list[torch.Tensor]] | None = None
+        """Reads the samples of an index at once; None where samples are read by tasks."""
         self._local_reader = TaskDataset(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
         self._iterator: Any = None
         self._open = False
@@ -151,6 +154,7 @@ class Prefetcher:
         self.reading = reading
         self.workers_failed = False  # only of workers that the user did not set
         self._depth = reading.depth
+        self.rows = None if self._depth or reading.pinned else self._local_reader.rows
         # A shared byte for each task outstanding, and some to spare.
         self._cancelled = multiprocessing.RawArray("B", max(1024, 4 * self._depth)) if self._depth else None
         self._inner: DataLoader[Any] | None = None

@@ -20,8 +20,11 @@ class StepPlanner(Protocol):
     def revision(self) -> int:
         """Return a number that grows when a decision changes plans of steps not yet executed."""
 
-    def next_batch_size(self, *, in_epoch: bool) -> int | None:
-        """Return the global batch from now on; None keeps it. All ranks call it between two epochs, and steps (`in_epoch`)."""
+    def next_batch_size(self, step: int | None) -> int | None:
+        """Return the global batch from now on; None keeps it.
+
+        All ranks call it in front of each step inside an epoch, also where they join, and between two epochs (`step` is None).
+        """
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Broadcast rank 0's integers to all ranks."""

@@ -152,19 +152,16 @@ class ComputeThrottle:
     def __init__(self, spec: WorkerSpec) -> None:
         self._rank = spec.local_rank  # a launch throttles the ranks of its own machine
         self._device = spec.device
-        self._active = spec.throttle.get("means") == "compute"
+        self.active = spec.throttle.get("means") == "compute"
+        """True if this rank computes longer than it needs."""
         self._factor = float(spec.throttle.get("factor", 1.0))
         self._path = Path(spec.launch_dir) / _APPLIED
         self._seen: tuple[int, int] | None = None
         self._matrix: Any = None
 
-    @property
-    def active(self) -> bool:
-        return self._active
-
     def slow_down(self, seconds: float) -> float:
         """Compute for the time that ``seconds`` of computation cost more at this rank's speed; return the seconds spent."""
-        if not self._active:
+        if not self.active:
             return 0.0
         self._reread()
         extra_s = (1.0 / self._factor - 1.0) * seconds

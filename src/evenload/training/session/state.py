@@ -91,7 +91,9 @@ class Saver:
         try:
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):
                 cursor = Cursor.from_state_dict(saved["cursor"])
-                is_over = self._data_changed and cursor.position == cursor.epoch_samples
+                # Of an epoch in chosen batches, what drop_last leaves out may be less than in the script's own.
+                others = self._data_changed or (self.adaptive_batch is None and "batch" in state)
+                is_over = others and cursor.position == cursor.epoch_samples
                 if cursor.in_epoch and (self._skips_rest or is_over):
                     cursor = cursor.of_next_epoch()
                 loader.loader.load(cursor)
@@ -333,7 +335,7 @@ class Saver:
         changes: dict[str, dict[str, Any]] = {OWN_STATE: {"values": check_values(self._values)}}
         if self._finished:
             own = self.state_dict()
-            changes[OWN_STATE] |= {"finished": True, "loaders": own["loaders"]}
+            changes[OWN_STATE] |= {name: own[name] for name in ("finished", "loaders", "batch") if name in own}
             for name, value in zip(self._context.registry.names, self._context.registry.values(), strict=True):
                 if isinstance(value, LRScheduler):
                     changes[name] = value.state_dict()

@@ -68,20 +68,21 @@ class ReportExchange:
         may_leave: bool = False,
     ) -> Reports:
         """Return the reports of all who share the step. All ranks call it once in an attempt."""
-        own = [self._report(result, batch, planner, stats, may_leave) for result in results]
-        self.own = OwnReport(own[0])
+        first = self._report(results[0], batch, planner, stats, may_leave)
+        self.own = OwnReport(first)
         if (given := results[0].seconds) is not None:
             stats.other_s += given["other"]
-        if len(own) > 1:
-            table = np.array([report.row() for report in own])
+        if len(results) > 1:
+            others = [self._report(result, batch, planner, stats, may_leave) for result in results[1:]]
+            table = np.array([report.row() for report in (first, *others)])
         elif self._control.is_alone:
             if self._control.is_barred:
                 self._control.check_open(Operation.BACKWARD)
             return self.own
         else:
             self._clock.switch("wait")
-            table = self._control.exchange_table(Operation.BACKWARD, own[0].row())
-        return read_table(table, sorted(own[0].metrics), measured=own[0].squared_norm is not None)
+            table = self._control.exchange_table(Operation.BACKWARD, first.row())
+        return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""

@@ -130,8 +130,8 @@ class Planner(StepsInOrder):
         """Return a number that grows whenever plans of later steps change."""
         return self._revision
 
-    def next_batch_size(self, *, in_epoch: bool) -> int | None:
-        return self._source.next_batch_size(in_epoch=in_epoch)
+    def next_batch_size(self, step: int | None) -> int | None:
+        return self._source.next_batch_size(step)
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         return self._control.agree(values)

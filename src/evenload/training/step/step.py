@@ -276,7 +276,7 @@ class StepLoop:
             self.last_loss = step.stats.loss
             slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
-        self.close()
+        self.step = None
         engine.control.set_position(step.epoch, -1)
         self._dropped = step if dropped else None
         if step.stats.calls:

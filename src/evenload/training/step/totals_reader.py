@@ -79,7 +79,8 @@ class TotalsReader:
 
         `accumulates`: no weight has changed since another backward of the same step.
         """
-        self._end_update(accumulates=accumulates)
+        if self._call is not None:
+            self._end_update(accumulates=accumulates)
         if generation is not self._generation:
             # A rank that was away, or ran alone, knows other optimizers.
             self._generation = generation
@@ -118,7 +119,8 @@ class TotalsReader:
 
     def agree_units(self) -> None:
         """Read the totals, and use their N from now on; all ranks call it at the same point."""
-        self.read()
+        if self._call is not None:
+            self.read()
         if self._newest_units:
             self.units |= self._newest_units
             self._newest_units = {}
