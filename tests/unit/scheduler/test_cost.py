@@ -71,6 +71,19 @@ def test_a_job_that_is_ahead_moves_to_the_cheap_kind_and_is_still_in_time() -> N
     assert job.cost < 0.85 * usual.cost
 
 
+@pytest.mark.parametrize(("left_s", "kind"), [(7950.0, "fast"), (8100.0, "slow")])
+def test_a_job_moves_to_the_cheap_kind_once_it_can_afford_the_restart(left_s: float, kind: str) -> None:
+    """Half of two hours is done, which takes 7920 s there with the margin, and a restart 30 s."""
+    queue = Queue(fast_and_slow(), policy="cost")
+    job = queue.submit(spec(1, estimate_s=2 * HOUR_S, deadline_s=3 * HOUR_S))
+    queue.settle()
+    assert kinds_of(queue, job) == {"fast"}
+    queue.now_s = 3 * HOUR_S - left_s
+    queue.report(job, 3600.0, 7200.0, rate=1.0)
+    queue.settle()
+    assert kinds_of(queue, job) == {kind}
+
+
 def test_an_elastic_job_has_as_many_devices_as_its_deadline_needs() -> None:
     devices, costs = box(8, 1, price_per_hour=1.0), {}
     for times in (1.3, 4.0):
@@ -120,6 +133,20 @@ def test_a_deadline_out_of_reach_is_reported_and_the_job_runs_all_the_same() -> 
     queue.decide()
     assert "can't be met" in forecast(queue.queue_state.snapshot(), 0.0)[late].reason  # while it is being started
     assert queue.running >= {late, unknown}
+
+
+def test_the_speed_on_slow_devices_does_not_count_as_that_on_fast_ones_once_a_job_waits() -> None:
+    queue = Queue(fast_and_slow(), policy="cost")
+    job = queue.submit(spec(1, estimate_s=HOUR_S, deadline_s=3 * HOUR_S))
+    queue.settle()
+    assert kinds_of(queue, job) == {"slow"}
+    queue.now_s = 3 * HOUR_S - 2700.0
+    queue.report(job, 1800.0, 3600.0, rate=0.5)
+    queue.apply(events.StopRequested(queue.now_s, job, reason="another job goes first"))
+    queue.yielded(job)
+    assert not forecast(queue.queue_state.snapshot(), queue.now_s)[job].deadline_note
+    queue.settle()
+    assert kinds_of(queue, job) == {"fast"}
 
 
 def test_a_job_without_time_to_lose_goes_first() -> None:

@@ -381,4 +381,17 @@ def test_the_horizon_follows_how_often_jobs_change() -> None:
     settings = Settings()
     assert calm.until_next_s(30.0, settings) > 4 * busy.until_next_s(30.0, settings)
     waits = [Churn(0.0, 0).until_next_s(cost_s, settings) for cost_s in (10.0, 30.0, 90.0, 180.0)]
-    assert waits == pytest.approx([200.0, 200.0, 600.0, 1200.0])
+    assert waits == pytest.approx([200.0, 200.0, 431.5, 701.0], abs=1.0)
+
+
+@pytest.mark.parametrize(("at_s", "num"), [(500.0, 1), (700.0, 2)])
+def test_a_job_of_costly_restarts_runs_for_a_while_before_it_is_resized(at_s: float, num: int) -> None:
+    queue = Queue(box(2), policy="goodput", min_run_s=0.0)
+    other = queue.submit(1, total=1e6)
+    job = queue.submit((1, 2), restart_s=180.0, total=1e6)
+    queue.settle()
+    queue.now_s = at_s
+    queue.report(job, at_s, 1e6, rate=1.0, rates=(1.0, 1.9))
+    queue.ended(other)
+    queue.settle()
+    assert len(queue.devices(job)) == num

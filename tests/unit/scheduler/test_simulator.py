@@ -58,16 +58,16 @@ def test_fifo_queues_and_srpt_preempts_at_no_loss_of_work() -> None:
 
 
 def test_a_resize_in_place_costs_less_than_a_start() -> None:
-    """The second job ends at 150 s; then the first gets the second device, after a restart or 1 s later."""
+    """The second job ends at 130 s; then the first gets the second device, after a restart or 1 s later."""
     spec = JobSpec(user="ann", needs=Needs(1, 2), rates=(1.0, 2.0))
     first = JobArrival(0.0, "first", spec, lambda: TimedProgram(1000.0, 1, 1.0, (1.0, 2.0)))
     last = {}
     for resize_s in (None, 1.0):
         outcome = run(
-            [first, timed("second", 0.0, 100.0)], "1x2", "goodput", restart_s=50.0, min_run_s=0.0, resize_s=resize_s
+            [first, timed("second", 0.0, 100.0)], "1x2", "goodput", restart_s=30.0, min_run_s=0.0, resize_s=resize_s
         )
         last[resize_s] = ends(outcome)["first"]
-    assert last[1.0] == pytest.approx(last[None] - 49.0, abs=2.0)
+    assert last[1.0] == pytest.approx(last[None] - 29.0, abs=2.0)
 
 
 def test_what_is_not_known_cannot_help() -> None:

@@ -83,21 +83,28 @@ def work_s(inputs: PolicyInput, job: Job, fastest: float) -> float | None:
     """Return the seconds a job still needs on its minimum of devices of speed 1; None if nothing is known.
 
     Estimates and reports are taken to be of its present devices, without any of the fastest it may use: so they are
-    not below what it needs.
+    not below what it needs. Where its estimate says so, the last report of a waiting job is from slower ones.
     """
     layout, spec = inputs.layout, job.spec
     held = [layout.devices[layout.index[device]].speed for device in job.devices]
     speed = min(held) if held else fastest
     left = work_left(job, inputs.now_s)
+    estimated = None
+    if spec.estimate_s is not None and job.total and job.done:
+        estimated = spec.estimate_s * (1 - min(1.0, job.done / job.total)) * fastest
     if left is not None and (job.rates or job.rate_per_s > 0):
         num = spec.needs.min_devices
         rate = job.rates[min(num, len(job.rates)) - 1] if job.rates else job.rate_per_s
         if rate > 0:
-            return left / rate * speed
+            reported = left / rate * speed
+            if held or estimated is None:
+                return reported
+            slowest = min([pool.speed for pool in layout.pools])  # nobody knows where its last report is from
+            return min(reported, max(estimated, left / rate * slowest))
     if spec.estimate_s is None:
         return None
-    if job.total and job.done:
-        return spec.estimate_s * (1 - min(1.0, job.done / job.total)) * fastest
+    if estimated is not None:
+        return estimated
     left_s = spec.estimate_s * fastest - job.held_until(inputs.now_s) * speed
     return left_s if left_s > 0 else None
 
@@ -123,6 +130,11 @@ def deadline_plan(inputs: PolicyInput, job: Job, offers: Sequence[KindOffer]) ->
     times_s = {True: cheap_s, False: max(0.0, left_s - cheap_s - start_s * num_spans)}
     hulls = {cheap: _hull(options, cheap) for cheap in (True, False)}
     chosen = _affordable(hulls[is_cheap], is_cheap, _slope(hulls, times_s, work * settings.deadline_margin))
+    present = _present(inputs, job, options)
+    if present is not None and chosen and chosen[0].rate < present.rate * (1 - _SAME):
+        # It would lose a restart, and must not need another to come back.
+        times_s = {cheap: max(0.0, seconds - 2 * start_s) for cheap, seconds in times_s.items()}
+        chosen = _affordable(hulls[is_cheap], is_cheap, _slope(hulls, times_s, work * settings.deadline_margin))
     if job.devices and (stays := _stays(inputs, job, options, chosen, work, is_cheap)) is not None:
         return DeadlinePlan((stays,), slack_s)
     return DeadlinePlan(tuple(chosen), slack_s)
@@ -194,8 +206,7 @@ def _stays(
     is_cheap: bool,
 ) -> DeviceOption | None:
     """Return the option a running job is on if a change doesn't pay: nothing faster is needed, and little is saved."""
-    kinds = {inputs.layout.devices[inputs.layout.index[device]].kind for device in job.devices}
-    present = next((o for o in options if {o.kind} == kinds and o.num_devices == len(job.devices)), None)
+    present = _present(inputs, job, options)
     if present is None or present in chosen[:1]:
         return present
     if chosen and chosen[0].rate > present.rate * (1 + _SAME):
@@ -205,3 +216,9 @@ def _stays(
     )
     saved = work * (_price(present, is_cheap) / present.rate - cheapest)
     return present if saved <= _WORTH * restart_s(job, inputs.settings) * present.price else None
+
+
+def _present(inputs: PolicyInput, job: Job, options: Iterable[DeviceOption]) -> DeviceOption | None:
+    """Return the option that a running job is on; None if it waits, or has several kinds."""
+    kinds = {inputs.layout.devices[inputs.layout.index[device]].kind for device in job.devices}
+    return next((o for o in options if {o.kind} == kinds and o.num_devices == len(job.devices)), None)

@@ -26,7 +26,11 @@ from evenload.scheduler.policies.guesses import guessed_s
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
 _USUAL_RESTART_S = 30.0
+_GROWTH_OF_HORIZON = 0.7
+"""Exponent of a change's cost. With 1, jobs are changed about as often at 180 s as at 30 s; with 0.3 some hardly grow."""
 _PART_OF_MEAN = 0.1
+_REST = 4.0
+"""A job runs for this many times what a change costs beyond `_USUAL_RESTART_S` before another size is worth anything."""
 _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
 
@@ -86,11 +90,12 @@ class Churn(NamedTuple):
     def until_next_s(self, lost_s: float, settings: Settings) -> float:
         """Return the expected time until a job is changed again, where each change costs it `lost_s`.
 
-        At least `horizon_s`, in proportion longer where a change costs more than `_USUAL_RESTART_S`, because such jobs are
-        changed less often. In a calm queue more: a part of the mean time between changes, whose tail is heavy.
+        At least `horizon_s`, and longer where a change costs more than `_USUAL_RESTART_S`, because such jobs are changed less
+        often; but not in proportion, so that a change must gain more there. In a calm queue more: a part of the mean time
+        between changes, whose tail is heavy.
         """
-        least_s = settings.horizon_s * max(1.0, lost_s / _USUAL_RESTART_S)
-        return max(least_s, _PART_OF_MEAN * self.held_s / (self.num_changes + 1))
+        longer = float(max(1.0, lost_s / _USUAL_RESTART_S) ** _GROWTH_OF_HORIZON)
+        return max(settings.horizon_s * longer, _PART_OF_MEAN * self.held_s / (self.num_changes + 1))
 
 
 def churn_of(inputs: PolicyInput) -> Churn:
@@ -109,12 +114,16 @@ def kept_devices(inputs: PolicyInput, job: Job) -> int:
     return len(job.devices) if job.spec.resize_s is None else min(len(job.devices), job.spec.needs.min_devices)
 
 
-def worth_of_change(job: Job, seconds: float, churn: Churn, settings: Settings) -> float:
+def worth_of_change(inputs: PolicyInput, job: Job, seconds: float, churn: Churn) -> float:
     """Return the part of a size's value that is left after the change, for a job that would run there for `seconds`.
 
-    (H − c) / H with the cost c of the change, and the horizon H: until the job ends, or is changed again.
+    (H − c) / H with the cost c of the change, and the horizon H: until the job ends, or is changed again. 0 soon after a change
+    that costs more than usual.
     """
+    settings = inputs.settings
     lost_s = change_s(job, settings)
+    if inputs.now_s - job.attempt_began_s < _REST * (lost_s - _USUAL_RESTART_S):
+        return 0.0
     horizon_s = min(seconds, churn.until_next_s(lost_s, settings))
     return max(0.0, 1.0 - lost_s / max(horizon_s, 1e-9))
 
@@ -134,7 +143,7 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     def value(k: int) -> float:
         worth = weight * curve[k]
         if present and k != present and k:
-            worth *= worth_of_change(job, one_s / max(curve[k], 1e-9), churn, inputs.settings)
+            worth *= worth_of_change(inputs, job, one_s / max(curve[k], 1e-9), churn)
         return worth
 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)

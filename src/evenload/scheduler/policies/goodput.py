@@ -103,7 +103,7 @@ def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int, chu
     def value(size: int) -> float:
         worth = weight * curve[size]
         if present and size != present:
-            worth *= worth_of_change(job, one_s / max(curve[size], 1e-9), churn, inputs.settings)
+            worth *= worth_of_change(inputs, job, one_s / max(curve[size], 1e-9), churn)
         return worth
 
     lowest = max(job.spec.needs.min_devices, floor + 1)

@@ -91,8 +91,7 @@ class Saver:
         try:
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):
                 cursor = Cursor.from_state_dict(saved["cursor"])
-                # Of an epoch in chosen batches, what drop_last leaves out may be less than in the script's own.
-                others = self._data_changed or (self.adaptive_batch is None and "batch" in state)
+                others = self._data_changed or (self.adaptive_batch is None and "batch" in state)  # drop_last
                 is_over = others and cursor.position == cursor.epoch_samples
                 if cursor.in_epoch and (self._skips_rest or is_over):
                     cursor = cursor.of_next_epoch()
