@@ -86,6 +86,42 @@ def test_what_a_users_limit_leaves_goes_to_other_users() -> None:
     assert [len(queue.devices(job)) for job in ("j1", "j2", "j3")] == [2, 1, 5]
 
 
+@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
+def test_a_job_that_cannot_start_does_not_use_up_its_users_limit(policy: str) -> None:
+    queue = Queue([*box(8), *box(4, kind="big")], policy=policy)
+    queue.submit(2, name="there", user="bob", kinds=("big",))
+    queue.settle()
+    queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=4)))
+    queue.submit(4, name="waits", kinds=("big",))
+    queue.submit((1, 8), name="elastic", kinds=("gpu",))
+    queue.settle()
+    assert not queue.devices("waits") and len(queue.devices("elastic")) == 4
+
+
+@pytest.mark.parametrize("policy", ["default", "fair_share", "cost"])
+def test_a_job_that_runs_stays_large_beside_one_of_its_user_that_cannot_start(policy: str) -> None:
+    queue = Queue([*box(16), *box(4, kind="big")], policy=policy, min_run_s=0.0)
+    queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=8)))
+    queue.submit(4, name="there", user="bob", kinds=("big",))
+    queue.submit((1, 8), name="elastic", kinds=("gpu",), rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    assert len(queue.devices("elastic")) == 8
+    queue.now_s = 400.0
+    queue.submit(4, name="waits", kinds=("big",), priority=-1)
+    queue.settle()
+    assert len(queue.devices("elastic")) == 8
+
+
+def test_a_job_that_has_just_started_at_a_high_cost_gives_up_one_device_where_one_is_wanted() -> None:
+    queue = Queue(box(8), policy="default", min_run_s=0.0, restart_s=180.0)
+    queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    queue.now_s = 400.0
+    queue.submit(1, name="rigid")
+    queue.settle()
+    assert len(queue.devices("elastic")) == 7 and len(queue.devices("rigid")) == 1
+
+
 def test_priority_puts_classes_first_and_never_swaps_equals() -> None:
     queue = Queue(box(1), policy="priority", min_run_s=0.0)
     queue.submit(1, name="low")

@@ -31,6 +31,7 @@ _GROWTH_OF_HORIZON = 0.7
 _PART_OF_MEAN = 0.1
 _REST = 4.0
 """A job runs for this many times what a change costs beyond `_USUAL_RESTART_S` before another size is worth anything."""
+_LEAST_WORTH = 1e-6
 _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
 
@@ -117,15 +118,15 @@ def kept_devices(inputs: PolicyInput, job: Job) -> int:
 def worth_of_change(inputs: PolicyInput, job: Job, seconds: float, churn: Churn) -> float:
     """Return the part of a size's value that is left after the change, for a job that would run there for `seconds`.
 
-    (H − c) / H with the cost c of the change, and the horizon H: until the job ends, or is changed again. 0 soon after a change
-    that costs more than usual.
+    (H − c) / H with the cost c of the change, and the horizon H: until the job ends, or is changed again. Next to nothing soon
+    after a change that costs more than usual; a job that must give up a device still prefers the larger of other sizes.
     """
     settings = inputs.settings
     lost_s = change_s(job, settings)
     if inputs.now_s - job.attempt_began_s < _REST * (lost_s - _USUAL_RESTART_S):
-        return 0.0
+        return _LEAST_WORTH
     horizon_s = min(seconds, churn.until_next_s(lost_s, settings))
-    return max(0.0, 1.0 - lost_s / max(horizon_s, 1e-9))
+    return max(_LEAST_WORTH, 1.0 - lost_s / max(horizon_s, 1e-9))
 
 
 def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) -> Bid:
@@ -187,6 +188,12 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
     left, churn, limits = inputs.num_devices, churn_of(inputs), LimitUse(inputs.users, ())
     for job in inputs.holders:
         limits.add(job, _least(inputs, job))
+    pools, pool_of, index = inputs.layout.pools, inputs.layout.pool_of, inputs.layout.index
+    free = Counter([pool_of[slot] for slot in inputs.free])
+    held: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    """User → pools of the devices that their own jobs hold."""
+    for job in order:
+        held[job.spec.user].update([pool_of[index[device]] for device in job.devices])
     bids = []
     for job in order:
         if left <= 0:
@@ -195,8 +202,9 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
         if least > left or (not job.devices and limits.reached(job)):
             continue
         left -= least
-        if not job.devices:
-            limits.add(job, least)
+        own, needs = held[job.spec.user], job.spec.needs
+        if not job.devices and sum([free[n] + own[n] for n, pool in enumerate(pools) if pool.suits(needs)]) >= least:
+            limits.add(job, least)  # what a job that can't start might get later keeps no other one small
         if job.spec.needs.min_devices < job.spec.needs.max_devices:
             bids.append(bid(inputs, job, 1.0, least, churn))
     return share_out(bids, left, limits)
@@ -228,7 +236,7 @@ def starting_sizes(inputs: PolicyInput) -> Mapping[str, int]:
         if (own := usable.get(id(needs))) is None:
             own = usable[id(needs)] = frozenset([index for index, pool in enumerate(pools) if pool.suits(needs)])
             num_free[own] = sum([free[pool] for pool in own])
-        if needed[own] >= num_free[own] or limits.reached(job):
+        if needed[own] + needs.min_devices > num_free[own] or limits.reached(job):
             continue
         limits.add(job, needs.min_devices)
         needed[own] += needs.min_devices
