@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def inject(worker: str, place: str, at: tuple[Operation, int]) -> None:
         if place == "confirm" and now == [at] and worker in (LOST, AHEAD):
             now.clear()
             if worker == LOST:
+                time.sleep(
+                    0.5
+                )  # until all have the values: a rank completes a confirmation only if all have entered it
                 die()
             return
         confirm(control)

@@ -113,7 +113,7 @@ def test_a_worker_that_is_lost_between_two_loops_lets_all_start_again(tmp_path: 
 def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
-    script = SCRIPT.replace("(batch):", "(batch):\n        __import__('time').sleep(0.1)", 1)
+    script = SCRIPT.replace("(batch):", "(batch):\n        __import__('time').sleep(0.3)", 1)
     command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
     processes = []
     with hosts.machines(3) as boxes:

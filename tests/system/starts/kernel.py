@@ -28,7 +28,7 @@ class Kernel:
         self.client = client
 
     def run(self, code: str) -> str:
-        """Runs a cell to its end; what it printed.
+        """Runs a cell to its end; what it printed. A kernel drops cells that arrive just after an error: those run again.
 
         Raises:
             CellError: it raised.
@@ -39,7 +39,10 @@ class Kernel:
             if message["msg_type"] == "stream":
                 printed.append(message["content"]["text"])
 
-        reply = self.client.execute_interactive(code, timeout=LIMIT_S, output_hook=heard, allow_stdin=False)
+        while True:
+            reply = self.client.execute_interactive(code, timeout=LIMIT_S, output_hook=heard, allow_stdin=False)
+            if reply["content"]["status"] != "aborted":
+                break
         return self._checked(reply, "".join(printed))
 
     def begin(self, code: str) -> str:
