@@ -122,7 +122,7 @@ def check(
     return [size for size, _ in itertools.groupby(size for _, epoch, _, _, size, _ in steps if epoch == 0)]
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def batch_events(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events(str(folder / "run")) if event.get("kind") == "batch"]
 
 
@@ -142,7 +142,7 @@ def test_a_run_resumed_on_other_devices_chooses_its_batch_inside_the_epoch(tmp_p
     total = seen["steps"][-1][3]
     assert total == NUM_SAMPLES if not drop_last else NUM_SAMPLES - 64 < total <= NUM_SAMPLES
     assert check(tmp_path, seen, earlier, 1, total) == [BASE, 2 * BASE, 4 * BASE]
-    grown = next(event for event in told(tmp_path) if event["fields"]["batch_size"] == 2 * BASE)
+    grown = next(event for event in batch_events(tmp_path) if event["fields"]["batch_size"] == 2 * BASE)
     assert f"global batch 16 → 32 from step {50 + CHOICE_STEPS} of epoch 0 on" in grown["message"], grown["message"]
 
 
@@ -164,7 +164,7 @@ def test_a_rank_that_joins_or_leaves_lets_the_batch_be_chosen_inside_the_epoch(t
     run.start(2 if change == "joins" else 3)
     found = run.run(80, {0: "w2"} if change == "joins" else None)
     seen = found["w0"]
-    assert check(tmp_path, seen, [], 2)[:2] == [BASE, 2 * BASE], told(tmp_path)
+    assert check(tmp_path, seen, [], 2)[:2] == [BASE, 2 * BASE], batch_events(tmp_path)
     assert torch.equal(seen["weights"], found["w1"]["weights"])
     if change == "joins":
         assert torch.equal(seen["weights"], found["w2"]["weights"])

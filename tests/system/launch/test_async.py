@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -109,20 +110,26 @@ def test_a_worker_that_is_lost_between_two_loops_lets_all_start_again(tmp_path: 
     assert [record.step for record in read_steps(tmp_path / "run")] == list(range(40))
 
 
+def start_on(boxes: Sequence[hosts.VirtualHost], folder: Path, script: str) -> list[Command]:
+    """Start a run on all machines; what each prints goes to ``screen`` in its folder."""
+    run = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", str(len(boxes)), "--host", boxes[0].name]
+    processes = []
+    for box in boxes:
+        own = folder / box.name
+        own.mkdir()
+        (own / "train.py").write_text(script)
+        command = [*run, "--strategy", "async", "train.py", "SIGKILL", "600"]
+        processes.append(Command(command, own, os.environ, host=box, output=own / "screen"))
+    return processes
+
+
 @pytest.mark.slow
 def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
     script = SCRIPT.replace("(batch):", "(batch):\n        __import__('time').sleep(0.3)", 1)
-    command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
-    processes = []
     with hosts.machines(3) as boxes:
-        for box in boxes:
-            own = tmp_path / box.name
-            own.mkdir()
-            (own / "train.py").write_text(script)
-            arguments = [*command, "train.py", "SIGKILL", "600"]
-            processes.append(Command(arguments, own, os.environ, host=box, output=own / "screen"))
+        processes = start_on(boxes, tmp_path, script)
         try:
             steps, limit_s = tmp_path / "box1" / "run" / "steps.jsonl", time.monotonic() + 80
             while time.monotonic() < limit_s and not (steps.exists() and len(steps.read_text().splitlines()) > 6):
@@ -132,6 +139,7 @@ def test_a_machine_that_is_lost_costs_its_parts_alone(tmp_path: Path) -> None:
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     printed = (tmp_path / "box1" / "screen").read_text()
     assert codes == [0, 0], printed
     assert "the run goes on without it" in printed
@@ -159,17 +167,8 @@ def test_a_machine_without_power_is_not_waited_for(moment: str, tmp_path: Path) 
             "        return (model", wait.format(condition="last()").lstrip("\n") + "        return (model"
         )
         script = script.replace("    parts = 0\n", "    parts = 0\n    last = lambda: step.index == 19\n")
-    command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "3", "--host", "box1", "--strategy", "async"]
-    processes = []
     with hosts.machines(3) as boxes:
-        for box in boxes:
-            own = tmp_path / box.name
-            own.mkdir()
-            (own / "train.py").write_text(script)
-            processes.append(
-                Command([*command, "train.py", "SIGKILL", "600"], own, os.environ, host=box, output=own / "s")
-            )
-        screen = tmp_path / "box1" / "s"
+        processes, screen = start_on(boxes, tmp_path, script), tmp_path / "box1" / "screen"
         try:
             limit_s = time.monotonic() + 60
             while not (waits := sorted(tmp_path.glob("waits-[12]"))) and time.monotonic() < limit_s:
