@@ -199,7 +199,8 @@ def spread_rest(
             room.keep(job, _least(inputs, job))
     bids = []
     for job in order:
-        least, needs = planned.get(job.id, _least(inputs, job)), job.spec.needs
+        own, needs = _least(inputs, job), job.spec.needs
+        least = planned.get(job.id, own)
         num_kept = min(least, len(job.devices))
         if num_kept:
             if job.id not in inputs.keeping and not room.keep(job, num_kept):
@@ -207,9 +208,9 @@ def spread_rest(
         elif room.num_left <= 0 or limits.reached(job) or room.most(job) < least:
             continue
         else:
-            limits.add(job, 0)
+            limits.add(job, own)
         room.take(job, least - num_kept)
-        limits.grow(job.spec.user, least - num_kept)
+        limits.grow(job.spec.user, least - own)
         if needs.min_devices < needs.max_devices and job.id not in planned:
             bids.append(bid(inputs, job, 1.0, least, churn))
     return share_out(bids, room, limits)
