@@ -16,8 +16,8 @@ from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import POLICIES, Limits, Reservation, Settings
 from evenload.scheduler.policies import policy_named
+from evenload.scheduler.policies.devices_left import DevicesLeft
 from evenload.scheduler.policies.elastic import Bid, Churn, share_out
-from evenload.scheduler.policies.room import Room
 from tests.unit.scheduler.queue import Queue, box, is_preemption, spec
 
 LINEAR = tuple(float(k) for k in range(1, 17))
@@ -143,8 +143,8 @@ def test_a_job_that_waits_for_devices_counts_towards_its_users_limit() -> None:
 
 
 @given(st.data())
-def test_room_is_what_an_assignment_of_devices_to_jobs_leaves(data: st.DataObject) -> None:
-    """Jobs take what the room offers, or keep what they hold; an exhaustive search finds as much and no more."""
+def test_devices_left_are_those_that_an_assignment_to_jobs_leaves(data: st.DataObject) -> None:
+    """Jobs take what is left, or keep what they hold; an exhaustive search finds as much and no more."""
     kinds = ("a", "b", "c")
     counts = {kind: data.draw(st.integers(0, 2)) for kind in kinds}
     queue = Queue([device for kind, num in counts.items() for device in box(num, kind=kind)])
@@ -153,24 +153,24 @@ def test_room_is_what_an_assignment_of_devices_to_jobs_leaves(data: st.DataObjec
         usable = data.draw(st.sets(st.sampled_from(kinds)))
         jobs.append(queue.submit(1, kinds=tuple(sorted(usable)), name=f"j{queue.num}"))
     snapshot = queue.queue_state.snapshot()
-    room = Room(snapshot.layout, PoolChoices(snapshot, 0.0), range(sum(counts.values())))
+    left = DevicesLeft(snapshot.layout, PoolChoices(snapshot, 0.0), range(sum(counts.values())))
     given_: list[tuple[str, ...]] = []
-    left = dict(counts)
+    still = dict(counts)
     for name in jobs:
         job = queue.queue_state.jobs[name]
         usable_kinds = job.spec.needs.kinds or kinds
-        most = next(n for n in range(7) if not _fits([*given_, *[usable_kinds] * (n + 1)], left))
-        assert room.most(job) == most
+        most = next(n for n in range(7) if not _fits([*given_, *[usable_kinds] * (n + 1)], still))
+        assert left.most(job) == most
         num = data.draw(st.integers(0, most))
         kind = data.draw(st.sampled_from(kinds))
-        if data.draw(st.booleans()) and num and left[kind] >= num:
-            first = counts[kind] - left[kind]
+        if data.draw(st.booleans()) and num and still[kind] >= num:
+            first = counts[kind] - still[kind]
             kept = replace(job, devices=tuple(f"{kind}0.{n}" for n in range(first, first + num)))
-            fits = _fits(given_, {**left, kind: left[kind] - num})
-            assert room.keep(kept, num) == fits
-            left[kind] -= num if fits else 0
+            fits = _fits(given_, {**still, kind: still[kind] - num})
+            assert left.keep(kept, num) == fits
+            still[kind] -= num if fits else 0
         else:
-            room.take(job, num)
+            left.take(job, num)
             given_ += [usable_kinds] * num
 
 
@@ -449,8 +449,8 @@ def test_marginal_gain_is_optimal_on_concave_curves(jobs: list[tuple[float, list
         values = tuple(weight * v for v in curve[1:])
         bids.append(Bid(queue.queue_state.jobs[name], 0, tuple(range(1, len(curve))), values, 0.0, curve))
     snapshot = queue.queue_state.snapshot()
-    room = Room(snapshot.layout, PoolChoices(snapshot, 0.0), range(num))
-    sizes = share_out(bids, room, LimitUse({}, ()))
+    left = DevicesLeft(snapshot.layout, PoolChoices(snapshot, 0.0), range(num))
+    sizes = share_out(bids, left, LimitUse({}, ()))
     assert sum(sizes.values()) <= num
     own = sum(b.values[sizes[b.job.id] - 1] for b in bids if sizes[b.job.id])
     best = max(

@@ -21,8 +21,8 @@ from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
+from evenload.scheduler.policies.devices_left import DevicesLeft, devices_left
 from evenload.scheduler.policies.guesses import guessed_s
-from evenload.scheduler.policies.room import Room, room_of
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
@@ -151,8 +151,8 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
 
 
-def share_out(bids: Sequence[Bid], room: Room, limits: LimitUse) -> dict[str, int]:
-    """Return the sizes that maximise the sum of values within the room, in which the floors have theirs.
+def share_out(bids: Sequence[Bid], left: DevicesLeft, limits: LimitUse) -> dict[str, int]:
+    """Return the sizes that maximise the sum of values within what is left, in which the floors have theirs.
 
     No user gets more than the limits allow, in which the floors are counted too; what jobs get is counted in both.
     """
@@ -165,15 +165,15 @@ def share_out(bids: Sequence[Bid], room: Room, limits: LimitUse) -> dict[str, in
     for _, index, low, high in segments:
         offer = bids[index]
         job = offer.job
-        if room.num_left <= 0:
+        if left.num_left <= 0:
             break
         if sizes[job.id] != low or (low == 0 and limits.reached(job)):
             continue
-        most = limits.most(job.spec.user, room.most(job))
+        most = limits.most(job.spec.user, left.most(job))
         high = high if high - low <= most else _largest_that_pays(offer, low, low + most)
         if high > low and offer.speedups[high] > offer.speedups[low]:
             sizes[job.id] = high
-            room.take(job, high - low)
+            left.take(job, high - low)
             if low == 0:
                 limits.add(job, high)
             else:
@@ -191,29 +191,29 @@ def spread_rest(
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return {}
-    room, churn, limits = room_of(inputs), churn_of(inputs), LimitUse(inputs.users, ())
+    left, churn, limits = devices_left(inputs), churn_of(inputs), LimitUse(inputs.users, ())
     for job in inputs.holders:
         limits.add(job, _least(inputs, job))
     for job in order:
         if job.id in inputs.keeping:
-            room.keep(job, _least(inputs, job))
+            left.keep(job, _least(inputs, job))
     bids = []
     for job in order:
         own, needs = _least(inputs, job), job.spec.needs
         least = planned.get(job.id, own)
         num_kept = min(least, len(job.devices))
         if num_kept:
-            if job.id not in inputs.keeping and not room.keep(job, num_kept):
+            if job.id not in inputs.keeping and not left.keep(job, num_kept):
                 continue
-        elif room.num_left <= 0 or limits.reached(job) or room.most(job) < least:
+        elif left.num_left <= 0 or limits.reached(job) or left.most(job) < least:
             continue
         else:
             limits.add(job, own)
-        room.take(job, least - num_kept)
+        left.take(job, least - num_kept)
         limits.grow(job.spec.user, least - own)
         if needs.min_devices < needs.max_devices and job.id not in planned:
             bids.append(bid(inputs, job, 1.0, least, churn))
-    return share_out(bids, room, limits)
+    return share_out(bids, left, limits)
 
 
 def _least(inputs: PolicyInput, job: Job) -> int:
@@ -229,19 +229,19 @@ def starting_sizes(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, in
     pending = [job for job in order if not job.devices]
     if not inputs.free or not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in pending):
         return {}
-    room, churn = Room(inputs.layout, inputs.choices, inputs.free), churn_of(inputs)
+    left, churn = DevicesLeft(inputs.layout, inputs.choices, inputs.free), churn_of(inputs)
     limits, bids = LimitUse(inputs.users, inputs.holders), []
     for job in pending:
         needs = job.spec.needs
-        if room.num_left <= 0:
+        if left.num_left <= 0:
             break
-        if room.most(job) < needs.min_devices or limits.reached(job):
+        if left.most(job) < needs.min_devices or limits.reached(job):
             continue
         limits.add(job, needs.min_devices)
-        room.take(job, needs.min_devices)
+        left.take(job, needs.min_devices)
         if needs.min_devices < needs.max_devices:
             bids.append(bid(inputs, job, 1.0, needs.min_devices, churn))
-    return share_out(bids, room, limits)
+    return share_out(bids, left, limits)
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:

@@ -25,6 +25,7 @@ from evenload.scheduler.core.estimates import left_s
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.policies.devices_left import devices_left
 from evenload.scheduler.policies.elastic import (
     Bid,
     Churn,
@@ -35,7 +36,6 @@ from evenload.scheduler.policies.elastic import (
     speedups,
     worth_of_change,
 )
-from evenload.scheduler.policies.room import room_of
 from evenload.scheduler.policies.shares import relative_use
 
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
@@ -57,16 +57,16 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     kept = {job.id: num for job in inputs.jobs if (num := _num_kept(inputs, job))}
     settled = [job for job in inputs.holders if job.id not in movable]
     limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, settled)
-    room, churn = room_of(inputs), churn_of(inputs)
+    left, churn = devices_left(inputs), churn_of(inputs)
     for job in inputs.jobs:
         if job.id in kept:
-            room.keep(job, kept[job.id])
+            left.keep(job, kept[job.id])
             limits.add(job, kept[job.id])
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
         bids: list[Bid] = []
-        line = room.times(_LINE)
+        line = left.times(_LINE)
         for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True):
             if not job.devices:
                 if line.most(job) < 0 or in_line.reached(job):
@@ -75,7 +75,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
                 in_line.add(job, job.spec.needs.min_devices)
             if job.id in movable:
                 bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank, churn))
-        sizes |= share_out(bids, room, limits)
+        sizes |= share_out(bids, left, limits)
     return PolicyDecision(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 
 

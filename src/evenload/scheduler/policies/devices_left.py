@@ -1,4 +1,4 @@
-"""How many more devices a job may have where not every job can use every device."""
+"""`DevicesLeft`: counts the devices that a job may still have, where not every job can use every device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from evenload.scheduler.core.values import Job
 _MOST_UNIONS = 64
 
 
-class Room:
-    """What is left of some devices as jobs get theirs, each of the pools that it can use.
+class DevicesLeft:
+    """Counts what is left of some devices as jobs get theirs, each of the pools that it can use.
 
     All can have what they got if, for each union U of their sets of pools, those that can use just pools of U got no more than
     U has (Hall's marriage theorem). So a job may have the least, over all unions that contain its pools, of what is left. Of
@@ -62,8 +62,8 @@ class Room:
             self._left[union] -= of_union
         return True
 
-    def times(self, factor: float) -> Room:
-        """Return a room of so many times what is left in this one."""
+    def times(self, factor: float) -> DevicesLeft:
+        """Return a copy with so many times what is left here."""
         other = copy(self)
         other.num_left *= factor
         other._unions = dict(self._unions)
@@ -89,8 +89,8 @@ class Room:
         return num - sum([num for pools, num in self._taken.items() if pools & union == pools])
 
 
-def room_of(inputs: PolicyInput) -> Room:
-    """Return the room of all devices that are free, coming free, or held by running jobs."""
+def devices_left(inputs: PolicyInput) -> DevicesLeft:
+    """Return a count of all devices that are free, coming free, or held by running jobs."""
     index = inputs.layout.index
     held = [index[device] for job in inputs.holders if job.state is JobState.RUNNING for device in job.devices]
-    return Room(inputs.layout, inputs.choices, {*inputs.free, *held})
+    return DevicesLeft(inputs.layout, inputs.choices, {*inputs.free, *held})
