@@ -93,8 +93,8 @@ def evaluate(
     [
         ("before", (Operation.GATHER_BATCH, 5)),
         ("confirm", (Operation.GATHER_BATCH, 4)),
-        ("confirm", (Operation.EVALUATE, 2)),
-        ("before", (Operation.EVALUATE, 2)),
+        ("confirm", (Operation.END_ROUND, 1)),
+        ("before", (Operation.END_ROUND, 1)),
         ("confirm", (Operation.EVALUATE, 1)),
         ("before", (Operation.EVALUATE, 1)),
         ("confirm", (Operation.BARRIER, 1)),
@@ -108,7 +108,8 @@ def test_a_rank_is_lost_beside_one_without_batches(
     supervised.start(len(shares))
     results = supervised.run(60)
     assert supervised.lost == [LOST] and len(results) == len(shares) - 1
-    gathered = (at[1] - 1) * NUM_SAMPLES // BATCH if at[0] is not Operation.GATHER_BATCH else at[1] // 2
+    gathered = at[1] // 2 if at[0] is Operation.GATHER_BATCH else 0
+    gathered += NUM_SAMPLES // BATCH if at[0] is Operation.END_ROUND else 0
     others = [sample for found in results.values() for sample in found["seen"]]
     assert len(others) == len(set(others)), "evaluated twice"
     for found in results.values():
