@@ -11,7 +11,7 @@ from benchmarks.faults import Process, disturb
 
 from tests.warm import Command
 
-NUM_FAULTS = 14
+NUM_FAULTS = 16
 
 
 def _start(arguments: Sequence[str], folder: Path) -> Process:
@@ -23,6 +23,6 @@ def test_random_faults_lose_nothing_and_use_nothing_twice(tmp_path: Path, seed: 
     outcome = disturb(tmp_path, seed, NUM_FAULTS, num_ranks, _start, ends=False)
     printed = (tmp_path / "printed").read_text()
     assert not outcome.problems, (outcome, printed[-8000:])
-    # One may not come to its point, such as a read in a loader that was ahead.
-    assert len(outcome.happened) >= NUM_FAULTS - 1, (outcome, printed[-8000:])
+    # Some may not come to their points: a read in a loader that was ahead, a gather after the last epoch.
+    assert len(outcome.happened) >= NUM_FAULTS - 3, (outcome, printed[-8000:])
     assert outcome.difference <= 1e-9

@@ -55,8 +55,7 @@ def evaluation_batches(
     joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
     `weights` are the relative speeds of the ranks, at least 0, equal on all ranks. `parts` receives the sizes of this rank's
     parts, for `run.gather`. Where ranks are lost in the loop, the others receive the batches of the lost ones, too, as `members`
-    knows (not of an iterable dataset). `agree_round` is `agree` inside a loop over an iterable dataset; it returns nothing where
-    the others have left it.
+    knows (not of an iterable dataset). In a loop, `agree_round` returns nothing where the others left it.
 
     Raises:
         ConfigError: The loader was prepared for training, or is not a DataLoader.
