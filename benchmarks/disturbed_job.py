@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,12 @@ import evenload
 from evenload.errors import PeerLostError
 from evenload.testing.faults import Fault, FaultInjector
 from evenload.testing.ledger import SampleLedger
+from evenload.training.comm import collect
+from evenload.training.comm.control import Control
+from evenload.training.data import gather
+from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.parallel import buckets
+from evenload.training.step.planner import Planner
 
 BATCH, STEPS, EPOCHS = 48, 24, 10
 NUM_SAMPLES = BATCH * STEPS
@@ -92,6 +98,74 @@ def undisturbed(sizes: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
+def wrap_calls(run: evenload.Run, injector: FaultInjector) -> None:
+    """Add points: before the values travel in `run.reduce` and `run.gather`; at the end of a loop over `run.batches`; and when
+    a rank has the result of a call of all ranks, and the others may not, in a step (confirm) and between two."""
+    confirm = Control.confirm
+
+    def before(point: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_at(*args: Any) -> Any:
+            injector.at(point)
+            return call(*args)
+
+        return call_at
+
+    def at_confirm(control: Control) -> None:
+        injector.at("confirm" if run._context.loop.step is not None else "confirm_between")
+        confirm(control)
+
+    setattr(collect, "_reduce", before("reduce", collect._reduce))  # noqa: B010
+    setattr(gather, "_exchange_bytes", before("gather", gather._exchange_bytes))  # noqa: B010
+    setattr(LiveEvaluationMembers, "_meet", before("round", LiveEvaluationMembers._meet))  # noqa: B010
+    setattr(Control, "confirm", at_confirm)  # noqa: B010
+
+
+def check_calls(run: evenload.Run) -> None:
+    """All ranks have the same results of `run.reduce` and `run.gather`, with each rank's value at most once."""
+    before = run.world_size
+    num_ranks, places = run.reduce(1), run.gather([os.getpid()])
+    if not run.world_size <= num_ranks <= before or len({*places}) != len(places):
+        raise AssertionError(f"{before} ranks, then {run.world_size}: reduced {num_ranks}, gathered {places}")
+    seen = [num_ranks, sum(places)]
+    if run.reduce(seen, op="min") != seen or run.reduce(seen, op="max") != seen:
+        raise AssertionError(f"the ranks have other results than {seen}")
+
+
+def evaluate(run: evenload.Run, data: Data, injector: FaultInjector, epoch: int) -> None:
+    """Every sample once, after a loop that is left early: in each second epoch with gathers, in each third one rank has none."""
+    Planner.speeds = _speeds_without_the_last if epoch % 3 == 1 else _SPEEDS  # type: ignore[method-assign]
+    loader = DataLoader(data, batch_size=BATCH)
+    for number, _ in enumerate(run.batches(loader)):
+        if number == epoch % 4:
+            break
+    found: list[int] = []
+    gathered: list[int] = []
+    num_before = run.world_size
+    for number, (_, _, ids) in enumerate(run.batches(loader)):
+        if number == 3:
+            injector.at("evaluation")
+        found += ids.tolist()
+        if epoch % 2:
+            gathered += run.gather(ids).tolist()
+    num_ranks = run.world_size
+    found, everyones = run.gather(found), run.gather(gathered)
+    is_whole = found == [*range(NUM_SAMPLES)]
+    if epoch % 2:  # those of a lost rank were gathered by all that had batches then
+        is_once = len({*found}) == len(found) and len({*gathered}) == len(gathered)
+        is_whole = is_once and (len({*everyones}) == NUM_SAMPLES or num_before - run.world_size > 1)
+    # A rank that is lost after the loop takes its part with it.
+    if not is_whole and (epoch % 2 or run.world_size == num_ranks or len({*found}) != len(found)):
+        raise AssertionError(f"the evaluation after epoch {epoch} had {sorted(found)} and gathered {sorted(gathered)}")
+    check_calls(run)
+
+
+_SPEEDS = Planner.speeds
+
+
+def _speeds_without_the_last(planner: Planner) -> tuple[float, ...]:
+    return (*_SPEEDS(planner)[:-1], 0.0)
+
+
 def main(folder: Path, num_workers: int, micro_batch: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     (folder / "pids" / str(os.getpid())).touch()
@@ -112,6 +186,7 @@ def main(folder: Path, num_workers: int, micro_batch: str) -> None:
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
     faults = [Fault(**row) for row in json.loads((folder / "faults.json").read_text())]
     injector = data.injector = FaultInjector(run, faults, folder / "happened")
+    wrap_calls(run, injector)
     ledger = SampleLedger(run, lambda batch: batch[2].tolist())
 
     def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
@@ -139,18 +214,15 @@ def main(folder: Path, num_workers: int, micro_batch: str) -> None:
             run.log({"loss": loss})
             injector.at("any")
             assert not run.any(False)
+            if step.index % 6 == 1:
+                check_calls(run)
             run.checkpoint(every=10)
             injector.at("end")
-        found: list[int] = []
-        for number, (_, _, ids) in enumerate(run.batches(DataLoader(data, batch_size=BATCH))):
-            if number == 3:
-                injector.at("evaluation")
-            found += ids.tolist()
-        found = run.gather(found)
-        if found != [*range(NUM_SAMPLES)]:
-            raise AssertionError(f"the evaluation after epoch {epoch} had the samples {found}")
+        evaluate(run, data, injector, epoch)
     if run.is_main:
-        torch.save(model.state_dict(), folder / "weights.pt")
+        torch.save(model.state_dict(), folder / f"{os.getpid()}.partial")
+        (folder / f"{os.getpid()}.partial").replace(folder / "weights.pt")
+    injector.at("last")
     run.close()
 
 

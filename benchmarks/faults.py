@@ -3,7 +3,8 @@
 Method: `evenload run` trains disturbed_job.py in float64 over gloo on 3 or 4 ranks, about a dozen faults a run: SIGKILL, SIGSTOP,
 exceptions, out of memory, a loader's worker that dies, requests to leave and to join; in forward, backward, between buckets, in
 statistics of BatchNorm, in the exchange of a step, between it and the optimizer, after the optimizer, in another collective, in
-an evaluation, in the write of a checkpoint, in the dataset. A run that ends is started again by the same command. Then the
+an evaluation, in `run.reduce` and `run.gather`, in the write of a checkpoint, in the dataset, at the end. Evaluations gather
+in each second epoch, and in each third a rank has no batches. A run that ends is started again by the same command. Then the
 samples of all committed steps (evenload.testing.ledger) and the final weights are compared with those of one process. A seed
 makes the same faults again: `python -m benchmarks faults --only 17`; what happened at which moment may differ.
 
@@ -49,10 +50,11 @@ _SILENT_S = 90.0
 _CHOICES: tuple[tuple[str, tuple[str, ...], int], ...] = (
     # kind, points, weight
     ("kill", ("forward", "backward", "bucket", "statistics", "exchange", "reduced", "applied", "any", "end", "evaluation",
-              "checkpoint", "loader", "begin", "rebuild"), 45),
+              "checkpoint", "loader", "begin", "rebuild", "reduce", "gather", "round", "confirm", "confirm_between", "last"), 45),
     ("out_of_memory", ("forward", "backward", "loader"), 15),
     ("exception", ("forward", "backward", "loader", "forward", "backward", "reduced", "end", "evaluation", "checkpoint"), 14),
-    ("stop", ("forward", "bucket", "statistics", "reduced", "applied", "evaluation", "checkpoint", "loader"), 8),
+    ("stop", ("forward", "bucket", "statistics", "reduced", "applied", "evaluation", "checkpoint", "loader",
+              "reduce", "gather", "round", "confirm_between"), 8),
     ("leave", ("begin",), 9),
     ("join", ("begin",), 9),
 )  # fmt: skip

@@ -54,12 +54,13 @@ class SampleLedger:
 
     def backward(self, step: Step, loss_fn: Callable[[Any], Any]) -> torch.Tensor:
         """Call `step.backward(loss_fn)`, and note its samples."""
-        call, engine = step.stats.calls, self._context.engine
-
-        is_running = True
+        call, engine, groups = step.stats.calls, self._context.engine, self._context.groups
+        is_running, members = True, groups.membership
 
         def noted(batch: Any) -> Any:
+            nonlocal members
             if is_running:  # later calls only look for losses that couple the batch
+                members = groups.membership
                 self._write(step, call, ids=[int(one) for one in self._ids_of(batch)])
             return loss_fn(batch)
 
@@ -67,8 +68,9 @@ class SampleLedger:
         loss = step.backward(noted)
         is_running = False
         if engine.num_backwards > before:  # otherwise this rank has missed it, and receives the state of another
-            members = self._context.groups.membership.workers
-            self._write(step, call, micro=step.batch.plan.micro, workers=members, time_s=time.time())
+            # One may have been lost since, when the others had the gradients.
+            members = members if members.number == step.batch.plan.generation else groups.membership
+            self._write(step, call, micro=step.batch.plan.micro, workers=members.workers, time_s=time.time())
         return loss
 
     def _write(self, step: Step, call: int, **values: Any) -> None:

@@ -249,7 +249,7 @@ class Run:
     def any(self, flag: Any) -> bool:
         """Return whether the flag is true on any rank; the way to leave a loop together."""
         self._refuse_in_loss_fn("run.any")
-        return any(row[0] for row in self._context.control.exchange(Operation.ANY, [collect.flag_value(flag)]))
+        return self._session.any(collect.flag_value(flag))
 
     @shows_usage("run.reduce(value), or with op='mean', 'min' or 'max'")
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:

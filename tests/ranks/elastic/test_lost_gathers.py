@@ -56,8 +56,9 @@ def inject(worker: str, place: str, at: tuple[Operation, int]) -> None:
 
 
 def evaluate(
-    folder: str, shares: tuple[int, ...], place: str, at: tuple[Operation, int], num_samples: int
+    folder: str, shares: tuple[int, ...], place: str, at: tuple[Operation, int], num_samples: int, every: int = 1
 ) -> dict[str, Any]:
+    """`every`: the batches after which values are gathered."""
     worker = Path(os.environ["EVENLOAD_WORKER"]).stem
     run = evenload.init(project_dir=folder, seed=0, timeout_s=20, balance=shares)
     model, loader = run.prepare(nn.Linear(2, 1), DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=12))
@@ -72,11 +73,16 @@ def evaluate(
     run.barrier()
     seen: list[int] = []
     joined: list[int] = []
-    for batch in run.batches(DataLoader(range(num_samples), batch_size=BATCH)):
+    held: list[torch.Tensor] = []
+    for number, batch in enumerate(run.batches(DataLoader(range(num_samples), batch_size=BATCH)), 1):
         seen += batch.tolist()
-        values, twice = run.gather(batch), run.gather(2 * batch)
-        assert twice.tolist() == (2 * values).tolist()
-        joined += values.tolist()
+        held.append(batch)
+        if number % every == 0:
+            values, twice = run.gather(torch.cat(held)), run.gather(2 * torch.cat(held))
+            assert twice.tolist() == (2 * values).tolist()
+            joined += values.tolist()
+            held.clear()
+    joined += run.gather([sample for batch in held for sample in batch.tolist()])
     found = {"seen": seen, "joined": joined, "all": run.gather(seen), "ranks": run.world_size}
     run.close()
     return found
@@ -87,8 +93,8 @@ def evaluate(
     [
         ("before", (Operation.GATHER_BATCH, 5)),
         ("confirm", (Operation.GATHER_BATCH, 4)),
-        ("confirm", (Operation.EVALUATE, 2)),
-        ("before", (Operation.EVALUATE, 2)),
+        ("confirm", (Operation.END_ROUND, 1)),
+        ("before", (Operation.END_ROUND, 1)),
         ("confirm", (Operation.EVALUATE, 1)),
         ("before", (Operation.EVALUATE, 1)),
         ("confirm", (Operation.BARRIER, 1)),
@@ -102,7 +108,8 @@ def test_a_rank_is_lost_beside_one_without_batches(
     supervised.start(len(shares))
     results = supervised.run(60)
     assert supervised.lost == [LOST] and len(results) == len(shares) - 1
-    gathered = (at[1] - 1) * NUM_SAMPLES // BATCH if at[0] is not Operation.GATHER_BATCH else at[1] // 2
+    gathered = at[1] // 2 if at[0] is Operation.GATHER_BATCH else 0
+    gathered += NUM_SAMPLES // BATCH if at[0] is Operation.END_ROUND else 0
     others = [sample for found in results.values() for sample in found["seen"]]
     assert len(others) == len(set(others)), "evaluated twice"
     for found in results.values():
@@ -111,3 +118,17 @@ def test_a_rank_is_lost_beside_one_without_batches(
     first = results[AHEAD]["joined"]
     assert sorted(first) == list(range(NUM_SAMPLES)), "gathered twice, or never"
     assert len(set(range(NUM_SAMPLES)) - set(others)) == gathered * BATCH // (len(shares) - 1), "lost with the rank"
+
+
+@pytest.mark.parametrize(("place", "at"), [("before", 3), ("confirm", 2), ("confirm", 4)])
+def test_a_rank_is_lost_that_gathers_after_each_second_batch(tmp_path: Path, place: str, at: int) -> None:
+    operation = (Operation.GATHER_BATCH, at)
+    supervised = Supervised(tmp_path, evaluate, str(tmp_path / "run"), (4, 4, 0), place, operation, NUM_SAMPLES, 2)
+    supervised.start(3)
+    results = supervised.run(60)
+    assert supervised.lost == [LOST]
+    others = [sample for found in results.values() for sample in found["seen"]]
+    assert len(others) == len(set(others)), "evaluated twice"
+    assert sorted(results[AHEAD]["joined"]) == list(range(NUM_SAMPLES)), "gathered twice, or never"
+    gathered = 4 if at == 4 else 2
+    assert len(set(range(NUM_SAMPLES)) - set(others)) == gathered * BATCH // 2, "lost with the rank"

@@ -8,6 +8,7 @@ import torch
 
 from evenload.records.reader import read_events, read_steps
 from evenload.testing.ledger import check_ledger, relative_difference
+from evenload.training.checkpoint.files import read_newest
 from tests.system.launch.scripts import Started, assert_gone, run
 from tests.system.launch.test_elastic import wait
 
@@ -60,6 +61,9 @@ if run.is_main and fault == "end":
     die("end", 0)
 if run.is_main:
     torch.save({"weights": model.state_dict()}, "weights.pt")
+if run.is_main and fault == "write":
+    from evenload.training.checkpoint import files
+    files.write = lambda *_: die("write", 0)
 run.close()
 """
 LOCAL = ("--strategy", "local", "--islands", "0/1", "--sync-every", "2")
@@ -113,15 +117,26 @@ def test_a_loss_before_the_first_step_starts_again_from_the_beginning(tmp_path):
     assert len(restarts(tmp_path)) == 1
 
 
-def test_rank_0_lost_before_the_last_checkpoint_repeats_the_steps_since_the_one_before(tmp_path):
-    code, _, stderr = train(tmp_path / "lost", fault="end")
+@pytest.mark.parametrize("every", [5, 0])
+def test_rank_0_lost_after_the_loop_starts_again_from_the_last_step_which_another_rank_has_saved(tmp_path, every):
+    code, _, stderr = train(tmp_path, fault="end", every=every)
     assert code == 0 and "killed by SIGKILL" in stderr, stderr
-    assert " starts again from the checkpoint of step 20, 4 steps are done again (restart 1 of 3)" in stderr, stderr
-    assert train(tmp_path / "calm")[0] == 0
-    assert relative_difference(weights(tmp_path / "lost"), weights(tmp_path / "calm")) < 1e-12
-    assert [record.step for record in read_steps(tmp_path / "lost" / "run")] == [*range(24)]
-    code, _, stderr = train(tmp_path / "none", fault="end", every=0)
-    assert code == 137 and "there is no complete checkpoint to start again from" in stderr, stderr
+    assert " starts again from the checkpoint of step 24 (restart 1 of 3)" in stderr, stderr
+    assert len(read_newest(tmp_path / "run").state["model"]) == len(weights(tmp_path)) == 4
+    assert relative_difference(weights(tmp_path), read_newest(tmp_path / "run").state["model"]) < 1e-12
+    assert [record.step for record in read_steps(tmp_path / "run")] == [*range(24)]
+    check = check_ledger(tmp_path / "run", [[]] * 24)
+    assert check.num_repeated_plans == 0 and len(read_events(tmp_path / "run")) > 0
+
+
+def test_rank_0_lost_while_it_writes_the_last_checkpoint_leaves_it_to_another_rank(tmp_path):
+    code, stdout, stderr = train(tmp_path, fault="write")
+    assert code == 0 and "starts again" not in stdout + stderr, stderr
+    assert "1 rank goes on; it is not restarted: the training loop has ended" in stdout + stderr, (stdout, stderr)
+    newest = read_newest(tmp_path / "run")
+    assert newest.folder.name == "step-00000024"
+    assert relative_difference(weights(tmp_path), newest.state["model"]) < 1e-12
+    assert restarts(tmp_path) == [] and [record.step for record in read_steps(tmp_path / "run")] == [*range(24)]
 
 
 def test_it_does_not_start_again_after_an_error_or_without_a_checkpoint(tmp_path):

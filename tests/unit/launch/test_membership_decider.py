@@ -5,6 +5,7 @@ import json
 import pytest
 
 from evenload.training.launch.membership_decider import (
+    LOOP_ENDED,
     EndRun,
     EndWorker,
     MembershipDecider,
@@ -194,6 +195,20 @@ def test_after_the_loop_nobody_joins():
     assert decider.finished() == [EndWorker(worker)]
     assert decider.ready(worker) == [EndWorker(worker)] and decider.request_join(WorkerPlace(3, "cpu")) == []
     assert "the training loop has ended" in only(decider.lost([loss("worker-0")]), EndRun).reason
+
+
+def test_after_the_end_of_a_script_others_may_be_lost_and_nobody_is_restarted():
+    decider = started(3)
+    assert decider.finished("worker-1", goes_on=True) == [] and decider.why_not_without(()) == LOOP_ENDED
+    instructions = decider.lost([loss("worker-0")])
+    change = only(instructions, SendChange).change
+    assert change.workers == ("worker-1", "worker-2") and change.urgent
+    assert "not restarted: the training loop has ended" in only(instructions, Notice).text
+    assert switch_all(decider, change) == [] and decider.lost_late == ["worker-0"]
+    decider.finished("worker-2", goes_on=True)
+    assert only(decider.lost([loss("worker-2")]), SendChange).change.workers == ("worker-1",)
+    assert decider.lost_late == ["worker-0"] and "worker-0" in decider.staying  # a restart needs its place
+    assert "no rank is left" in only(decider.lost([loss("worker-1")]), EndRun).reason
 
 
 def test_an_admission_that_no_further_step_can_carry_out_is_given_up():

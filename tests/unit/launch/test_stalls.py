@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import weakref
 from collections.abc import Iterable
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -119,3 +123,27 @@ def test_the_line_is_the_users() -> None:
 def test_messages_travel_as_lines() -> None:
     for message in (Activity("a", "data", 0.5, "train.py:1 in f", "it compiles"), Waits("a", 5.5)):
         assert from_line(to_line(message)) == message
+
+
+def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_watch, "_EVERY_S", 0.02)
+    sent: list[Any] = []
+    clock = SimpleNamespace(current="compute", since_s=0.0)
+    context: Any = SimpleNamespace(
+        spec=SimpleNamespace(worker="w0"), clock=clock, loop=SimpleNamespace(in_backward=False)
+    )
+    watch = stall_watch.StallWatch(context, sent.append)
+    watch.on_begin(None)  # type: ignore[arg-type]
+
+    def use() -> weakref.ref[threading.Event]:
+        held = threading.Event()
+        while len(sent) < 2:
+            held.wait(0.001)
+        return weakref.ref(held)
+
+    try:
+        for _ in range(20):
+            sent.clear()
+            assert use()() is None
+    finally:
+        watch.close()

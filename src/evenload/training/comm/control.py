@@ -36,6 +36,8 @@ class Operation(enum.IntEnum):
     AGREE = 2
     BEGIN = 3
     BACKWARD = 4
+    END_ROUND = 5
+    """The end of a loop over `run.batches`. A rank ends its loop there too if the others have left theirs before."""
     EVALUATE = 6
     CHECKPOINT = 7
     RESUME = 8
@@ -51,6 +53,10 @@ class Operation(enum.IntEnum):
     """A gather inside a loop over `run.batches`; see `Control.join_gathers`."""
     REBUILD = 18
     SYNCHRONISE = 19
+    NEXT_ROUND = 20
+    """The next batch of an iterable dataset in such a loop. It is as `END_ROUND` to a rank without batches alone."""
+    ANY_BATCH = 21
+    """`ANY` inside a loop over `run.batches`; see `Control.join_gathers`."""
 
 
 _DOING = {
@@ -59,6 +65,8 @@ _DOING = {
     Operation.AGREE: "begins an epoch",
     Operation.BEGIN: "is in step.backward",
     Operation.BACKWARD: "is in step.backward",
+    Operation.END_ROUND: "is at the end of a loop over run.batches",
+    Operation.NEXT_ROUND: "is in a loop over run.batches",
     Operation.EVALUATE: "begins run.batches",
     Operation.CHECKPOINT: "calls run.checkpoint",
     Operation.RESUME: "calls run.resume",
@@ -73,6 +81,7 @@ _DOING = {
     Operation.REBUILD: "begins a generation",
     Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
     Operation.SYNCHRONISE: "synchronises its island",
+    Operation.ANY_BATCH: "calls run.any in a loop over run.batches",
 }
 
 
@@ -82,6 +91,7 @@ _CALLED_BY_ALL = (
 )
 """Operations that a script may call on one rank by mistake."""
 
+_IN_LOOPS = (Operation.GATHER_BATCH, Operation.ANY_BATCH)
 
 _TOGETHER = (
     *(Operation.EVALUATE, Operation.REDUCE, Operation.BARRIER, Operation.GROUP, Operation.MAIN_FIRST),
@@ -97,6 +107,8 @@ class Control:
         self.apart = False
         """True while ranks take different numbers of steps (strategy ``async``): calls of all ranks together are errors."""
         self._position = (0, -1)
+        self._may_be_in_loops = False
+        """True from the begin of a loop over `run.batches` until all ranks are known to have left it; equal on all ranks."""
         self._without_batches: Callable[[], Collection[int]] = tuple
         self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
         self.guard: Guard | None = None
@@ -171,17 +183,25 @@ class Control:
             end = _HEAD + len(part)
             row = [*head, *part, *[0.0] * (ROW_VALUES - end)]
             table = self._exchange_row(operation, row)
-            while (without := self._without_batches()) and self._is_partial_gather(table, without):
-                table[[rank in without for rank in self._groups.ranks], _HEAD:] = 0.0
-                if self._groups.rank not in without:
+            while ((heads := table[:, :_HEAD]) != heads[0]).any():
+                outside = self._outside(table)
+                if outside is None:
+                    raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
+                table[outside, _HEAD:] = 0.0
+                if not outside[self._groups.ranks.index(self._groups.rank)]:
                     return table[:, _HEAD:end]
-                self.after_others_gather(self._send_nothing(table[:, _HEAD:]))
+                is_gather = Operation.GATHER_BATCH in heads[~outside, 0]
+                self.after_others_gather(self._send_nothing(table[:, _HEAD:]) if is_gather else lambda: None)
                 table = self._exchange_row(operation, row)
-            heads = table[:, :_HEAD]
-            if (heads != heads[0]).any():
-                raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
             parts.append(table[:, _HEAD:end])
+        if operation in (Operation.EVALUATE, Operation.BEGIN, Operation.END_ROUND):
+            self._may_be_in_loops = operation is Operation.EVALUATE
         return parts[0] if rounds == 1 else np.concatenate(parts, axis=1)
+
+    def leave_loops(self) -> None:
+        """Let ranks that wait in a loop over `run.batches` go on, if others left it. All call it before they compute together."""
+        if self._may_be_in_loops and not (self.is_alone or self.apart):
+            self.exchange(Operation.BEGIN)
 
     @property
     def is_alone(self) -> bool:
@@ -214,11 +234,19 @@ class Control:
         except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise self._lost(operation, error) from None
 
-    def _is_partial_gather(self, table: NDArray[np.float64], without: Collection[int]) -> bool:
-        """Return whether all ranks with batches, and only they, are in a gather inside their loop."""
-        with_batches = [rank not in without for rank in self._groups.ranks]
-        heads = table[with_batches, :_HEAD]
-        return bool(len(heads)) and bool((heads == heads[0]).all()) and heads[0, 0] == Operation.GATHER_BATCH
+    def _outside(self, table: NDArray[np.float64]) -> NDArray[np.bool_] | None:
+        """Return which ranks an exchange of others is not for, where it ends without them; None where the ranks disagree.
+
+        That is a gather inside a loop over `run.batches`, for ranks without batches; and the end of such a loop, for ranks that
+        have left theirs before.
+        """
+        without = np.isin(self._groups.ranks, list(self._without_batches()))
+        heads = table[~without, :_HEAD]
+        if without.any() and len(heads) and (heads == heads[0]).all() and heads[0, 0] in _IN_LOOPS:
+            return without
+        waits = (table[:, 0] == Operation.END_ROUND) | ((table[:, 0] == Operation.NEXT_ROUND) & without)
+        still = np.isin(table[~waits, 0], (*_IN_LOOPS, Operation.NEXT_ROUND))
+        return ~waits if waits.any() and len(still) and not still.any() else None
 
     def _lost(self, operation: Operation, error: Exception) -> PeerLostError:
         if "imed out" in str(error):
@@ -229,12 +257,14 @@ class Control:
             )
         return PeerLostError(f"another rank is gone while rank {self._groups.rank} {_DOING[operation]} ({error})")
 
-    def agree(self, values: Sequence[int] | None) -> list[int]:
+    def agree(self, values: Sequence[int] | None, operation: Operation = Operation.AGREE) -> list[int]:
         """Return rank 0's integers on all ranks. The others pass None, or what they would send in its place.
+
+        With `Operation.NEXT_ROUND` nothing on ranks without batches, once the others have left the loop.
 
         LaunchError: rank 0 was lost before it could send them, and the next one has None.
         """
-        agreed = self.guarded(lambda: self._agree(values))
+        agreed = self.guarded(lambda: self._agree(values, operation))
         if agreed is None:
             raise LaunchError(
                 "rank 0 is lost, and with it what it alone had decided, such as the order of the script's own sampler; start "
@@ -242,14 +272,16 @@ class Control:
             )
         return agreed
 
-    def _agree(self, values: Sequence[int] | None) -> list[int] | None:
+    def _agree(self, values: Sequence[int] | None, operation: Operation) -> list[int] | None:
         if self._groups.control is None:
             return None if values is None else list(values)
         own = list(values or ()) if self._groups.rank == 0 else []
         # One exchange is enough for a few integers, as nearly always.
         fits = len(own) <= CAPACITY - 2 and all(-_MAX_EXACT < value < _MAX_EXACT for value in own)
         first = [float(fits), -1.0 if values is None else float(len(own)), *(map(float, own) if fits else ())]
-        row = self.exchange(Operation.AGREE, [*first, *[0.0] * (CAPACITY - len(first))])[0]
+        row, *_ = rows = self.exchange_table(operation, [*first, *[0.0] * (CAPACITY - len(first))])
+        if not rows.any(axis=1).all():
+            return []
         length = int(row[1])
         if length < 0:
             return None

@@ -41,6 +41,7 @@ def evaluation_batches(
     world_size: int,
     weights: Sequence[float],
     agree: order.BroadcastIntegers,
+    agree_round: order.BroadcastIntegers | None = None,
     seed: int,
     epoch: int,
     device: torch.device,
@@ -54,7 +55,7 @@ def evaluation_batches(
     joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
     `weights` are the relative speeds of the ranks, at least 0, equal on all ranks. `parts` receives the sizes of this rank's
     parts, for `run.gather`. Where ranks are lost in the loop, the others receive the batches of the lost ones, too, as `members`
-    knows (not of an iterable dataset).
+    knows (not of an iterable dataset). In a loop, `agree_round` returns nothing where the others left it.
 
     Raises:
         ConfigError: The loader was prepared for training, or is not a DataLoader.
@@ -73,7 +74,7 @@ def evaluation_batches(
     parts = parts or EvaluationParts()
     members = members or EvaluationMembers(tuple(map(str, range(world_size))))
     if isinstance(reader, StreamReader):
-        batches = _stream_batches(reader, rank, weights, agree, epoch, parts, members)
+        batches = _stream_batches(reader, rank, weights, agree, agree_round or agree, epoch, parts, members)
     else:
         batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch, parts, members)
     return (move(batch, device) for batch in batches)
@@ -87,7 +88,7 @@ class EvaluationMembers:
         """Their ids, by rank, when the loop begins."""
 
     def end_round(self) -> tuple[str, ...]:
-        """Wait until all of them have used their batches; return those that are left, the same on all of them."""
+        """Wait until all have used their batches; return those that are left, equal on all; nobody if one left the loop early."""
         return self.workers
 
 
@@ -192,7 +193,7 @@ def _map_batches(
                 parts.add(_runs(places))
                 yield batch
             now = members.end_round()
-            if not (lost := [worker for worker in batches if worker not in now]):
+            if not now or not (lost := [worker for worker in batches if worker not in now]):
                 break
             left = [
                 places
@@ -241,6 +242,7 @@ def _stream_batches(
     rank: int,
     weights: Sequence[float],
     agree: order.BroadcastIntegers,
+    agree_round: order.BroadcastIntegers,
     epoch: int,
     parts: EvaluationParts,
     members: EvaluationMembers,
@@ -265,7 +267,7 @@ def _stream_batches(
             if low < high:
                 parts.add([(low, high)])
                 yield reader.collate(batch.samples(low, high), low)
-            batch = check_same_stream(agree, rank, next(rounds, StreamBatch([], position)), "evaluation")
+            batch = check_same_stream(agree_round, rank, next(rounds, StreamBatch([], position)), "evaluation")
     finally:
         parts.end()
         reader.pause()

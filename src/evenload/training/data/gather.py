@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,44 +36,60 @@ class EvaluationParts:
     def __init__(self) -> None:
         self.without_batches: frozenset[str] = frozenset()
         """The workers that have no batches in the loop, or none any more."""
-        self.num_batches = 0
-        """Batches that this rank has received in the loop."""
+        self._batch_sizes: list[int] = []
+        """Samples of each batch that this rank has received in the loop."""
+        self._gathers = (0, 0)
+        """Number of batches at the last gather inside the loop, and at the last one of an earlier batch."""
         self.sizes: list[int] = []
         self.starts: list[int] = []
         """Position of the first sample of each part, in the loader's order."""
-        self.is_running = False
-        """True inside a loop over `run.batches`."""
+        self._is_running = False
         self._gathered: set[tuple[str, int]] = set()
 
     def begin(self, without_batches: Collection[str]) -> None:
-        self.sizes, self.starts, self._gathered, self.num_batches = [], [], set(), 0
-        self.is_running = True
+        self.sizes, self.starts, self._batch_sizes, self._gathers, self._gathered = [], [], [], (0, 0), set()
+        self._is_running = True
         self.go_on(without_batches)
 
     def go_on(self, without_batches: Collection[str]) -> None:
         """Continue the loop with the batches of ranks that were lost in it."""
         self.without_batches = frozenset(without_batches)
 
-    def add(self, spans: Iterable[tuple[int, int]]) -> None:
+    def add(self, spans: Sequence[tuple[int, int]]) -> None:
         """Add a batch: the spans of its positions in the loader's order."""
-        self.num_batches += 1
+        self._batch_sizes.append(sum(high - low for low, high in spans))
         for low, high in spans:
             self.sizes.append(high - low)
             self.starts.append(low)
 
-    def note_gather(self, batches: Mapping[str, int]) -> None:
-        """Note a gather inside the loop: each worker's batch of this number (from 1 on; 0: none) is not lost with it.
+    def batches_of(self, num_samples: int) -> tuple[int, int]:
+        """Return the first and last batch that a gather of so many samples joins: since the last gather, or all, or one."""
+        newest = len(self._batch_sizes)
+        since = self._gathers[self._gathers[0] == newest]
+        return next((low + 1 for low in (since, 0) if sum(self._batch_sizes[low:]) == num_samples), newest), newest
+
+    def note_gather(self, batches: Mapping[str, tuple[int, int]]) -> None:
+        """Note a gather inside the loop: each worker's batches from the first to the last of these are not lost with it.
 
         All ranks note it, also those without batches, so that they agree on what a lost rank leaves.
         """
-        self._gathered.update(batches.items())
+        self._gathered |= {
+            (worker, number) for worker, (low, high) in batches.items() for number in range(low, high + 1)
+        }
+        if self._gathers[0] != (newest := len(self._batch_sizes)):
+            self._gathers = newest, self._gathers[0]
 
     def was_gathered(self, worker: str, number: int) -> bool:
         """Return whether a worker's batch of this number was gathered inside the loop."""
         return (worker, number) in self._gathered
 
     def end(self) -> None:
-        self.is_running = False
+        self._is_running = False
+
+    @property
+    def is_inside(self) -> bool:
+        """True inside the body of a loop over `run.batches`."""
+        return self._is_running and bool(self.sizes)
 
 
 def follow_evaluation(groups: Groups, control: Control) -> EvaluationParts:
@@ -86,16 +102,16 @@ def follow_evaluation(groups: Groups, control: Control) -> EvaluationParts:
 
     def send_nothing(table: NDArray[np.float64]) -> Callable[[], None]:
         _exchange_bytes(b"", [int(length) for length in table[:, 0]], groups)
-        batches = _numbers_of(table[:, 1], groups)
+        batches = _batches_of(table, groups)
         return lambda: parts.note_gather(batches)
 
     control.join_gathers(without_batches, send_nothing)
     return parts
 
 
-def _numbers_of(numbers: Iterable[float], groups: Groups) -> dict[str, int]:
-    """Return by worker what each rank sent, as long as the groups are those in which it was sent."""
-    return dict(zip(groups.membership.workers, map(int, numbers), strict=False))
+def _batches_of(table: NDArray[np.float64], groups: Groups) -> dict[str, tuple[int, int]]:
+    """Return by worker the batches that each rank sent, as long as the groups are those in which it was sent."""
+    return {w: (int(row[1]), int(row[2])) for w, row in zip(groups.membership.workers, table, strict=False) if row[2]}
 
 
 @dataclass(frozen=True)
@@ -148,13 +164,14 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
             f"run.gather can't send a {type(value).__name__} to another rank ({error}); pass tensors, arrays, numbers, "
             "texts or lists of them"
         ) from error
-    operation = Operation.GATHER_BATCH if parts.is_running and parts.sizes else Operation.GATHER
+    newest = parts.batches_of(counts.pop() if len(counts) == 1 else -1)
+    operation = Operation.GATHER_BATCH if parts.is_inside else Operation.GATHER
 
-    def exchange() -> tuple[list[tuple[int, bytes]], dict[str, int]]:
-        table = control.exchange_table(operation, [float(len(own)), float(parts.num_batches)])
+    def exchange() -> tuple[list[tuple[int, bytes]], dict[str, tuple[int, int]]]:
+        table = control.exchange_table(operation, [float(len(own)), *map(float, newest)])
         payloads = _exchange_bytes(own, [int(length) for length in table[:, 0]], groups)
         # Here, not after it: the members may be others by then, on some ranks only.
-        return list(zip(groups.ranks, payloads, strict=True)), _numbers_of(table[:, 1], groups)
+        return list(zip(groups.ranks, payloads, strict=True)), _batches_of(table, groups)
 
     payloads, batches = control.guarded(exchange)
     sent = {rank: pickle.loads(data) for rank, data in payloads if data}

@@ -153,11 +153,13 @@ def check_same_stream(
     """Return the batch to go on with; raise DataError on a rank whose batch is not rank 0's, as far as can be seen.
 
     Batches of other lengths would end in a hang. With `read_again`, which reads the epoch anew up to this batch, and was given
-    on rank 0 too, the first samples are compared.
+    on rank 0 too, the first samples are compared. The batch is empty where `agree` returns nothing.
     """
     row = stream_row(samples.contents) if read_again is not None else []
     # Rank 0's; another rank may be rank 0 before all have received them.
-    num_samples, *first = agree([len(samples), *row])
+    if not (agreed := agree([len(samples), *row])):
+        return StreamBatch([], 0)
+    num_samples, *first = agreed
     if num_samples == len(samples) and read_again is not None and first and differs(row, first):
         samples = read_again()
         if stream_row(samples.contents) == row:

@@ -16,6 +16,6 @@ class LiveEvaluationMembers(EvaluationMembers):
         return self._context.control.guarded(self._meet)
 
     def _meet(self) -> tuple[str, ...]:
-        self._context.control.exchange(Operation.EVALUATE)
+        rows = self._context.control.exchange(Operation.END_ROUND, [1.0])
         # Here, not after it: the members may be others by then, on some ranks only.
-        return self._context.groups.membership.workers
+        return self._context.groups.membership.workers if all(row[0] for row in rows) else ()

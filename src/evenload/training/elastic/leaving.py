@@ -40,6 +40,7 @@ class ComputingRanks(StepListener):
         self._reported = ""
 
     def on_begin(self, step: Step) -> None:
+        self._context.control.leave_loops()
         if self._context.step_groups.world_size == 1:
             return
         if not self._has_begun:
@@ -51,6 +52,7 @@ class ComputingRanks(StepListener):
         self._report_staying(step)
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        self._context.control.leave_loops()
         if self._optimizer is not None:
             self._stay(f"{type(self._optimizer).__name__} calls step.backward itself")
 

@@ -110,13 +110,15 @@ class Members(StepListener):
     # -- callbacks of the loop ------------------------------------------------------------------------------------------
 
     def on_begin(self, step: Step) -> None:
+        self.catch_up()  # a loop that was left has no boundary
         if not self._is_capable:
             self._is_capable = True
             self._changes.send(Capable(self._worker, self._why_not()))
 
     def on_boundary(self, step: Step) -> None:
         """Let a rank that missed the step catch up, and carry out a change that all ranks have received."""
-        self.catch_up()
+        self._context.control.leave_loops()  # a rank that joins is in none
+        self._transfer_state()
         change = self._changes.newest
         if change is None or change.urgent or not self._tried < change.number <= step.stats.agreed_membership:
             return
@@ -126,7 +128,7 @@ class Members(StepListener):
             self._switch(change)
         except (PeerLostError, LaunchError) as error:
             self._follow_changes(_as_lost(error))
-        self.catch_up()
+        self._transfer_state()
 
     def _leave(self, step: Step) -> None:
         self._context.loop.leave()
@@ -208,7 +210,7 @@ class Members(StepListener):
                 raise LaunchError("the run ended before this rank could join it")
             try:
                 self._switch(change)
-                self.catch_up()
+                self._transfer_state()
             except (PeerLostError, LaunchError):
                 continue
 
@@ -253,7 +255,7 @@ class Members(StepListener):
             text = f"rank {behind} has missed steps; it receives the state of rank {source}"
             context.recorder.event("caught_up", text, step=context.loop.steps_done)
         if not (missed or own.joins or own.is_inside):
-            self.catch_up()
+            self._transfer_state()
         return num_collectives
 
     def _check_newest(self) -> None:
@@ -292,6 +294,11 @@ class Members(StepListener):
 
     def catch_up(self) -> None:
         """Send the state to ranks that missed a step or join, or receive it; every rank calls it at the end of the same body."""
+        if self._transfer.is_due:
+            self._context.control.leave_loops()
+            self._transfer_state()
+
+    def _transfer_state(self) -> None:
         groups = self._context.groups
         while self._transfer.is_due:
             try:
@@ -348,6 +355,7 @@ class Members(StepListener):
 
     def finish(self) -> None:
         """Report that the script ends here: nobody can join any more."""
+        self.catch_up()
         self._changes.send(Finished(self._worker))
 
     def close(self) -> None:

@@ -91,8 +91,9 @@ class StallWatch(StepListener):
             if is_second:
                 frame = sys._current_frames().get(self._main)
                 starts = self._starts and seconds < _FIRST_DEADLINE_S
-                excuse = "its loader starts" if starts else find_excuse(frame)
-                self._send(Activity(worker, segment, seconds, find_position(frame), excuse))
+                excuse, position = "its loader starts" if starts else find_excuse(frame), find_position(frame)
+                del frame  # it keeps what a function had that has returned, such as a loop that was left
+                self._send(Activity(worker, segment, seconds, position, excuse))
 
 
 def find_position(frame: FrameType | None) -> str:

@@ -113,7 +113,11 @@ class MembershipDecider:
         self._to_start: list[StartWorker] = []
         self._num_restarts = Counter({place.index: num_restarts for place in places.values() if num_restarts})
         self._num_started = len(self.members)
-        self._finished = False
+        self._finished = self._stops = False
+        """The script has ended on a worker; no loss is dealt with any more."""
+        self.lost_late: list[str] = []
+        """Workers that were lost after another's script had ended, before their own had."""
+        self.scripts_ended: set[str] = set()
 
     # -- what is known ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +141,8 @@ class MembershipDecider:
         """The workers that train or will: members and joiners that were not requested to leave."""
         waiting = [start.worker for start in self._to_start]
         known = dict.fromkeys((*self.members, *self._effective, *self._joiners, *waiting))
-        return tuple(worker for worker in known if worker not in self._lost and not self.leaves(worker))
+        stay = [worker for worker in known if worker not in self._lost and not self.leaves(worker)]
+        return (*stay, *self.lost_late)
 
     def state(self) -> dict[str, Any]:
         """Return what a decider elsewhere needs to go on as this one; JSON can hold it."""
@@ -155,7 +160,7 @@ class MembershipDecider:
             "lost": [asdict(loss) for loss in self._lost.values()],
             "num_restarts": [*self._num_restarts.items()],
             "num_started": self._num_started,
-            "finished": self._finished,
+            "finished": self._finished or self._stops,
             "max_restarts": self._max_restarts,
         }
 
@@ -172,7 +177,7 @@ class MembershipDecider:
         decider._joiners = dict.fromkeys(state["joiners"], False)
         decider._num_restarts = Counter(dict(state["num_restarts"]))
         decider._number, decider._num_started = state["number"], state["num_started"]
-        decider._finished = state["finished"]
+        decider._finished = decider._stops = state["finished"]
         return decider
 
     @property
@@ -193,7 +198,7 @@ class MembershipDecider:
         survivors = [worker for worker in self._effective if worker not in workers and worker not in self._lost]
         if not survivors:
             return "no rank is left"
-        if self._finished:
+        if self._stops or (self._finished and not workers):
             return LOOP_ENDED
         return next((self._why_not[worker] for worker in survivors if self._why_not[worker]), "")
 
@@ -222,6 +227,8 @@ class MembershipDecider:
             del self._joiners[loss.worker]
             self._restart(loss, instructions, restart, "before it could join")
         self._lost |= {loss.worker: loss for loss in lost_members}
+        if self._finished:
+            self.lost_late += [one.worker for one in lost_members if one.worker not in self.scripts_ended]
         for loss in lost_members:
             self._restart(loss, instructions, restart, "")
         if new_coordinator or lost_members or any(loss.worker in in_admission for loss in lost_joiners):
@@ -293,9 +300,12 @@ class MembershipDecider:
         self._to_start.append(self._successor(place, 0.0))
         return self._starts() if self._pending is None else []
 
-    def finished(self, worker: str = "") -> list[Instruction]:
-        """A script's training loop has ended, on `worker` if given: nobody can join any more."""
+    def finished(self, worker: str = "", goes_on: bool = False) -> list[Instruction]:
+        """A script has ended, on `worker` if given: nobody can join any more; with `goes_on` others may be lost."""
         self._finished = True
+        self._stops = self._stops or not (worker and goes_on)
+        if worker:
+            self.scripts_ended.add(worker)
         change = self._pending
         if change is not None and not change.urgent and worker in self._effective and worker not in self._switched:
             # All switch at the end of one step, and this worker has no further one.
@@ -363,7 +373,9 @@ class MembershipDecider:
         if loss.worker in self._effective:
             num_left = sum(1 for worker in self._effective if worker not in self._lost)
             text += f"; {num_left} rank{'s go' if num_left != 1 else ' goes'} on"
-        if self.leaves(loss.worker):
+        if self._finished:
+            text += f"; it is not restarted: {LOOP_ENDED}"
+        elif self.leaves(loss.worker):
             self._leaving = [worker for worker in self._leaving if worker != loss.worker]
         elif restart and used < self._max_restarts:
             self._num_restarts[place.index] += 1

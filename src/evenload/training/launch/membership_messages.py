@@ -10,7 +10,8 @@ import dataclasses
 import json
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,17 @@ class MembershipChange:
     """`WorkerSpec.device_names` of the members."""
     backend: str = "auto"
     """`WorkerSpec.backend` of the members."""
+
+    def text(self, where: Callable[[str], str], next_step: int) -> str:
+        """Return the line for the user once it is in effect; `where` returns the device of a worker."""
+        num_ranks = len(self.workers)
+        texts = [f"rank {self.workers.index(name)} ({where(name)}) has joined" for name in self.joined]
+        texts += [f"{where(name)} has left" for name in self.left]
+        if self.lost:
+            took_s = time.time() - max(loss.time_s for loss in self.lost)
+            texts.append(f"training goes on {took_s:.1f} s after the loss")
+        texts = texts or ["training goes on"]
+        return f"{'; '.join(texts)}: {num_ranks} rank{'s' if num_ranks > 1 else ''} from step {next_step}"
 
 
 @dataclass(frozen=True)

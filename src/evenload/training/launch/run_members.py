@@ -27,6 +27,7 @@ from evenload.training.launch.devices import RankDevice, parse_devices, read_hos
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
 from evenload.training.launch.host_workers import HostWorkers, can_change
+from evenload.training.launch.late_losses import LateLosses
 from evenload.training.launch.membership_decider import (
     LOOP_ENDED,
     NOT_BEGUN,
@@ -44,7 +45,6 @@ from evenload.training.launch.membership_messages import (
     Capable,
     Finished,
     LostWorker,
-    MembershipChange,
     Message,
     Ready,
     Suspects,
@@ -53,6 +53,7 @@ from evenload.training.launch.membership_messages import (
 )
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
+from evenload.training.launch.restarts import cause_of
 from evenload.training.launch.server_process import goes_on_without, may_lose, what_joiners_do
 from evenload.training.launch.stalls import StallMonitor
 
@@ -94,12 +95,14 @@ class RunMembers:
         self._announced: dict[str, Any] = {}
         self._announced_s = 0.0
         self._ends = False
+        self._late = LateLosses(self._workers)
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
 
     def start(self, specs: Sequence[WorkerSpec], world: World | None = None) -> None:
         """Start the first workers of this machine; `world`: all machines, of which this is the first."""
         elastic = can_change(self._host.request, specs[0])
+        self._late.goes_on = world is None
         if world is not None:
             self._places = dict(zip(specs[0].workers, places_of(world), strict=True))
         elif elastic:
@@ -160,6 +163,7 @@ class RunMembers:
             process.channel.flush()
             for message in process.channel.receive():
                 self._receive(decider, message)
+        self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
         self._poll_joiners(decider)
         self._poll_leavers(decider)
         self._judge_suspects(decider)
@@ -172,9 +176,8 @@ class RunMembers:
             self._announce(decider)
         if self._stalls.is_due(now_s):
             self._end_stalled(decider, now_s)
-        due = [start for due_s, start in self._due if due_s <= now_s]
-        self._due = [(due_s, start) for due_s, start in self._due if due_s > now_s]
-        for start in due:
+        due, self._due = self._due, [(due_s, start) for due_s, start in self._due if due_s > now_s]
+        for start in (start for due_s, start in due if due_s <= now_s):
             if self._machines.is_lost(start.place.node):
                 self._act(decider.request_leave(start.worker))
             elif start.worker in decider.joiners:
@@ -201,20 +204,27 @@ class RunMembers:
         joining = [name for name in failures if name in decider.joiners]  # its admission has not taken effect
         if not all(failure.lost or name in joining for name, failure in failures.items()):
             return ""
-        if why := decider.why_not_without(tuple(failures)):
+        if why := decider.why_not_without(tuple(failures)) or self._late.why_not(decider, failures):
             earlier = "".join(f"\nlost before: {loss.reason}" for loss in decider.losses)
             return earlier + ("" if why in (NOT_BEGUN, LOOP_ENDED) else f"\nthe run can't go on: {why}")
+        self._late.note(decider, {name: cause_of(f, f.text(self.where(name))) for name, f in failures.items()})
         for name in failures:
             self._forget(name)
         losses = [LostWorker(name, f.text(self.where(name)), f.time_s) for name, f in failures.items()]
         self._act(decider.lost(losses, restart=all(failure.lost for failure in failures.values())))
         return None
 
+    def ends_late(self) -> bool:
+        """Return whether the run has failed, though all workers that are left have ended well."""
+        if self._decider is not None and self.end_cause is None:
+            self.end_cause = self._late.end_cause(self._decider, have_ended=True)
+        return self.end_cause is not None
+
     def stop_joins(self, finished: str = "") -> None:
         """End the workers that prepare to join: the run is about to end, or the script of the worker `finished` has ended."""
         if self._decider is not None:
             self._ends = self._ends or self.changes
-            self._act(self._decider.finished(finished))
+            self._act(self._decider.finished(finished, self._late.goes_on))
             self._due.clear()
 
     # -- messages -------------------------------------------------------------------------------------------------------
@@ -277,7 +287,7 @@ class RunMembers:
             instructions = decider.switched(message.worker, message.number)
             self._next_step = max(self._next_step, message.step)  # a rank that joins may not know it yet
             if before is not None and decider.pending is not before:
-                self._print_change(before)
+                self._print(before.text(self.where, self._next_step))
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
         elif isinstance(message, Suspects):
@@ -288,18 +298,6 @@ class RunMembers:
             self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
-
-    def _print_change(self, change: MembershipChange) -> None:
-        num_ranks = len(change.workers)
-        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        texts = [f"rank {change.workers.index(name)} ({self.where(name)}) has joined" for name in change.joined]
-        texts += [f"{self.where(name)} has left" for name in change.left]
-        if change.lost:
-            took_s = time.time() - max(loss.time_s for loss in change.lost)
-            texts.append(f"training goes on {took_s:.1f} s after the loss")
-        elif not texts:
-            texts.append("training goes on")
-        self._print(f"{'; '.join(texts)}: {ranks} from step {self._next_step}")
 
     def _judge_suspects(self, decider: MembershipDecider) -> None:
         """Decide who does not respond: the one that most suspect, if it still runs."""

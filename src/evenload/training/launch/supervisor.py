@@ -265,7 +265,7 @@ class _Supervisor:
             return False
         if isinstance(self._members, RunMembers):
             workers = self._members.workers
-            if all(worker.poll() is not None for worker in workers):
+            if all(worker.poll() is not None for worker in workers) and not self._members.ends_late():
                 self._peers.report_ended(EXIT_CODE if any(worker.code == EXIT_CODE for worker in workers) else 0)
         return self._peers.end_code is None
 

@@ -82,7 +82,7 @@ class TakenOverMembers(RunMembers):
             messages += [] if process.channel is None else process.channel.receive()
         for message in messages:
             if isinstance(message, Finished):  # nobody goes on without a rank whose loop has ended
-                self._receive(decider, message)
+                self.stop_joins()
         self._lose_machines(self._lost, new_coordinator_s=self._lost_s)
         for message in messages if self.end_cause is None else ():
             if not isinstance(message, Finished):

@@ -174,6 +174,8 @@ class Session(StepListener):
     def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         context = self._context
         context.loop.settle()
+        if self._members is not None and context.loop.step is None:
+            self._members.catch_up()
         rank, speeds, members = context.control.guarded(lambda: self._meet_to_evaluate(loader))
         batches = evaluation_batches(
             loader,
@@ -181,6 +183,7 @@ class Session(StepListener):
             world_size=len(speeds),
             weights=speeds,
             agree=context.control.agree,
+            agree_round=functools.partial(context.control.agree, operation=Operation.NEXT_ROUND),
             seed=context.config.seed,
             epoch=0,
             device=context.device,
@@ -212,6 +215,11 @@ class Session(StepListener):
         return (
             contextlib.nullcontext() if self._islands is None else self._islands.synchronised_weights(together=together)
         )
+
+    def any(self, flag: float) -> bool:
+        is_for_some = self._evaluation_parts.is_inside and self._evaluation_parts.without_batches
+        operation = Operation.ANY_BATCH if is_for_some else Operation.ANY
+        return any(row[0] for row in self._context.control.exchange(operation, [flag]))
 
     def gather(self, value: Any) -> Any:
         with self._context.clock.segment("other"):
@@ -248,13 +256,16 @@ class Session(StepListener):
             else:
                 with contextlib.suppress(EvenloadError):
                     context.engine.totals.read(waits=False)
+            is_saved = context.groups.rank == 0
             self._saver.close(well)
             if well and context.config.dry_run and not self._has_begun:
                 self._print_dry_run(None)
             if well:
                 context.control.set_position(0, -1)
-                if not context.groups.gone:
-                    context.control.exchange(Operation.CLOSE)
+                # If rank 0 was lost before all met here, the next one saves.
+                while not (context.groups.gone or context.control.exchange(Operation.CLOSE, [float(is_saved)])[0][0]):
+                    is_saved = context.groups.rank == 0
+                    self._saver.close(well)
         finally:
             for hook in self._hooks:
                 hook.remove()
