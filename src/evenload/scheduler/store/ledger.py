@@ -49,7 +49,7 @@ class ProgramStarted:
 
 
 AttemptEntry = RunnerStarted | ProgramStarted
-"""What concerns an attempt alone."""
+"""Entries of the log that concern an attempt alone."""
 
 Entry = events.QueueEvent | AttemptEntry
 
