@@ -30,8 +30,10 @@ def cancel(
         return
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
-        asked = "ending now" if now else "asked to save and stop; cancel again, or with --now, to end it at once"
-        for row in client.call("cancel", jobs=ids, now=now)["jobs"]:
-            yield row["id"], "cancelled" if row["state"] == "CANCELLED" else asked
+        asked = "asked to save and stop; cancel again, or with --now, to end it at once"
+        reply = client.call("cancel", jobs=ids, now=now)
+        for row in reply["jobs"]:
+            running = "ending now" if row["id"] in reply["killed"] else asked
+            yield row["id"], "cancelled" if row["state"] == "CANCELLED" else running
 
     act_on_jobs(jobs, queue, NOT_ENDED, act)

@@ -191,11 +191,11 @@ def _record(path: Path) -> QueueRecord | None:
     from evenload.scheduler.simulator.recorded import read_log, record_of
 
     if path.is_dir():
-        from evenload.scheduler.store.ledger import RunnerStarted
+        from evenload.scheduler.store.ledger import AttemptEntry
         from evenload.scheduler.store.reader import Reader
 
         with Reader(path) as reader:
-            return record_of(row.entry for row in reader.log() if not isinstance(row.entry, RunnerStarted))
+            return record_of(row.entry for row in reader.log() if not isinstance(row.entry, AttemptEntry))
     return read_log(path) if path.suffix == ".jsonl" else None
 
 

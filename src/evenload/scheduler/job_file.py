@@ -173,7 +173,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[..., Any]]
     "snapshot": (read.read_bool, ("snapshot",), bool),
     "links": (read.read_paths, ("links",), list),
     "grace": (read.read_grace_s, ("grace_s",), read.duration_text),
-    "idle_end": (read.read_duration_s, ("idle_end_s",), read.duration_text),
+    "idle_end": (read.read_idle_end_s, ("idle_end_s",), read.duration_text),
     "requeue": (read.read_bool, ("requeue",), bool),
     "retries": (read.read_count(0, 1000, "a number of retries"), ("retries",), int),
     "notify": (read.read_notify, ("notify",), list),

@@ -18,7 +18,7 @@ from evenload.scheduler.core.values import After
 MAX_ARRAY = 1_000
 """Elements of an array: each is a job, and all are submitted in one message."""
 MAX_DEVICES = 100_000
-MAX_DURATION_S, MAX_GRACE_S = 3650 * 86400.0, 86400.0
+MAX_DURATION_S, MAX_GRACE_S, MIN_IDLE_END_S = 3650 * 86400.0, 86400.0, 10.0
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _UNITS_BYTES = {
@@ -130,6 +130,14 @@ def read_duration_s(value: Any, most_s: float = MAX_DURATION_S) -> float:
 def read_grace_s(value: Any) -> float:
     """Parse a duration of at most a day: so long a job that must stop keeps its devices from others."""
     return read_duration_s(value, MAX_GRACE_S)
+
+
+def read_idle_end_s(value: Any) -> float:
+    """Parse a duration of at least ten seconds: so often it is measured whether devices are used."""
+    seconds = read_duration_s(value)
+    if seconds < MIN_IDLE_END_S:
+        raise ValueError(f"a time of at least {duration_text(MIN_IDLE_END_S)}: use is measured that often")
+    return seconds
 
 
 def read_time_of_day_s(value: str, now_s: float) -> float:

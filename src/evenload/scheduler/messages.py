@@ -9,7 +9,7 @@ verb       fields                                                       result
 ========== ============================================================ ===============================================
 submit     spec, program; or jobs=[{spec, program}, …], array=bool,     {job}; or {jobs: [id, …]}
            common={spec, program}: fields and variables of all
-cancel     jobs, now=false (with a save; true: killed at once)           {jobs: [JobRow, …]}
+cancel     jobs, now=false (with a save; true: killed at once)           {jobs: [JobRow, …], killed: [id, …]}
 hold       jobs                                                         {jobs: [JobRow, …]}
 release    jobs                                                         {jobs: [JobRow, …]}
 change     job, and any of the fields of `CHANGEABLE`                   {job: JobRow}

@@ -156,11 +156,12 @@ def test_cancelled_it_saves_and_again_it_ends_at_once(box: Box, here: Path) -> N
     assert "asked to save and stop" in box.run("cancel", "saver").out
     ended = box.wait(number, *ENDED)
     assert ended["state"] == "CANCELLED" and (here / "state").exists()
-    stubborn = box.submit("--", "sh", "-c", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
-    until(lambda: "up" in box.log(stubborn), lambda: "the stubborn one")
-    box.run("cancel", stubborn)
-    assert "ending now" in box.run("cancel", "--now", stubborn).out
-    assert box.wait(stubborn, *ENDED)["state"] == "CANCELLED"
+    for at_once in ([], ["--now"]):
+        stubborn = box.submit("--", "sh", "-c", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
+        until(lambda job=stubborn: "up" in box.log(job), lambda: "the stubborn one")
+        box.run("cancel", stubborn)
+        assert "ending now" in box.run("cancel", *at_once, stubborn).out
+        assert box.wait(stubborn, *ENDED)["state"] == "CANCELLED"
     again = box.run("cancel", stubborn, number)
     assert again.code == 2 and "ended already" in again.err
 

@@ -186,12 +186,24 @@ def _strike(kind: str, made: Box, machine: Machine, full: Path | None, rng: rand
                 made.kill()
         free(full)
     began_s = time.monotonic()
-    if made.daemon.poll() is not None or not made.answers():  # one that found the disk full may still be about to end
-        made.serve()
-    made.call("status")
-    if full is None:
+    if full is not None:  # one that found the disk full may answer, and still be about to end
+        until(lambda: _decides(made, may_end=True), made.log)
+    elif _decides(made):
         counts.decided_after_s.append(time.monotonic() - began_s)
     _look_for(before, made, counts)
+
+
+def _decides(made: Box, *, may_end: bool = False) -> bool:
+    """Starts a daemon where there is none, and asks it; False where it ended meanwhile, if it may."""
+    try:
+        if made.daemon is None or made.daemon.poll() is not None or not made.answers():
+            made.serve()
+        made.call("status")
+    except (EvenloadError, AssertionError):
+        if not may_end:
+            raise
+        return False
+    return True
 
 
 def _under_way(made: Box) -> dict[tuple[str, int], int]:

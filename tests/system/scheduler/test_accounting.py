@@ -91,3 +91,38 @@ def test_a_job_that_cannot_save_does_not_run_again_after_its_runner_was_killed(q
     assert queue.output(once).count("up") == 1
     queue.call("cancel", jobs=[again], now=True)
     queue.wait_for(again, "CANCELLED")
+
+
+SLOW_DISK = """
+import time
+from evenload.scheduler.runner import files
+reserve = files.reserve_result
+def slow(folder):
+    time.sleep(1.5)
+    reserve(folder)
+files.reserve_result = slow
+"""
+
+
+def test_a_bill_begins_with_the_program(tmp_path: Path) -> None:
+    """Its runner needs a while after it was admitted: a slow disk, or a machine that has much to do."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    with box(variables={"PYTHONPATH": str(tmp_path)}) as queue:
+        queue.settings("[cpu]\nslots = 2\n")
+        queue.start()
+        short = queue.submit("sh", "-c", f"date +%s.%N > {tmp_path}/short")
+        long = queue.submit("sh", "-c", f"date +%s.%N > {tmp_path}/long; sleep 1000")
+        queue.wait_for(short, "SUCCEEDED")
+        until(lambda: (tmp_path / "long").exists() and (tmp_path / "long").read_text() != "", queue.log)
+        wanted_s = {name: float((tmp_path / name).read_text()) for name in ("short", "long")}
+
+        def off_s(job: str, name: str) -> float:
+            (attempt,) = queue.call("job", job=job)["attempts"]
+            return float(attempt["began_s"] - wanted_s[name])
+
+        assert abs(off_s(short, "short")) < 0.5
+        until(lambda: abs(off_s(long, "long")) < 0.5, queue.log)
+        queue.call("cancel", jobs=[long], now=True)
+        queue.wait_for(long, "CANCELLED")
+        queue.stop()
+        assert audit(queue.folder) == []

@@ -9,7 +9,7 @@ from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import After, Device, JobSpec, Limits, Needs, Reservation, Settings
-from evenload.scheduler.store.ledger import Entry, RunnerStarted
+from evenload.scheduler.store.ledger import Entry, ProgramStarted, RunnerStarted
 from evenload.scheduler.store.writer import QueueStore
 
 
@@ -90,6 +90,8 @@ class Happenings:
                 return events.SettingsSet(now_s, Settings(policy="srpt", starve_after_s=float("inf"), max_lost=2))
             case _:
                 attempt = job.attempt if job else 1
+                if rng.random() < 0.5:
+                    return ProgramStarted(now_s, name, attempt, now_s - 0.5)
                 return RunnerStarted(now_s, name, attempt, {"pid": 4711, "boot_id": "b-1", "started": 12.5})
 
     def _spec(self, known: list[str]) -> JobSpec:

@@ -167,3 +167,13 @@ def test_place_in_line_is_that_of_the_policy_and_reasons_differ() -> None:
     assert "it needs 2 devices, 0 that it can use are free; 1 job goes first" in reasons[1]
     assert all(f"job {running} ends next, in about 10 min" in reason for reason in reasons)
     assert found[names[2]].start_s == 600.0 and found[names[2]].end_s == 900.0
+
+
+def test_the_job_that_ends_next_has_devices_that_the_waiting_one_can_use() -> None:
+    """Another kind's jobs say nothing about it, and neither does one that ends after its start."""
+    queue = Queue([*box(1, kind="a"), *box(1, kind="b")], min_run_s=1e9)
+    soon, late = (queue.submit(1, kinds=(kind,), estimate_s=work_s) for kind, work_s in (("a", 300.0), ("b", 3000.0)))
+    queue.settle()
+    name = queue.submit(1, kinds=("b",), estimate_s=60.0)
+    reason = forecast(queue.queue_state.snapshot(), queue.now_s)[name].reason
+    assert f"job {late} ends next, in about 50 min" in reason and f"job {soon}" not in reason

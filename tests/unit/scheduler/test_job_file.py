@@ -95,6 +95,7 @@ def test_an_element_of_an_array_has_its_index() -> None:
         ({"time": ":100000d"}, "a time of at most 3650d"),
         ({"estimate": "99999999999w"}, "a time of at most 3650d"),
         ({"idle_end": "3651d"}, "a time of at most 3650d"),
+        ({"idle_end": "0.0001s"}, "a time of at least 10s: use is measured that often"),
         ({"steps": 0}, "a number of steps from 1"),
         ({"steps": 1.5}, "a number of steps from 1"),
         ({"priority": 5000}, "from -1000 to 1000"),

@@ -29,8 +29,8 @@ from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.runner.files import RunnerRequest, is_full_disk, may_report
-from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
+from evenload.scheduler.runner.files import RunnerRequest, began_since_boot_s, is_full_disk, may_report
+from evenload.scheduler.store.ledger import AttemptRecord, Fence, ProgramStarted, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
 _GRACE_S = 60.0
@@ -296,12 +296,24 @@ class Attempts:
         self._peaks.measure(record)
         self._idle.measure(record)
         self.resizes.note_abilities(record)
+        for live in self._state.runners.live.values():
+            self._note_start(live, record)
         for live in self._state.runners.read_reports():
             now_s = time.monotonic()
             has_speed = live.report is not None and live.report.steps_per_s > 0
             if not live.recorded_s or has_speed > live.has_speed or now_s - live.recorded_s >= _REPORT_EVERY_S:
                 self._record_report(live, record)
                 live.recorded_s, live.has_speed = now_s, has_speed
+
+    def _note_start(self, live: LiveAttempt, record: Record) -> None:
+        """Record when an attempt's program began, by its runner's note: its bill has nothing of what came before."""
+        attempt = self._state.store.attempt(live.fence.job)
+        if live.identity is None or attempt is None or attempt.fence != live.fence:
+            return
+        since_boot_s, clock = began_since_boot_s(live.folder), self._state.clock
+        began_s = None if since_boot_s is None else clock.at(live.identity.boot_id, since_boot_s)
+        if began_s is not None and attempt.began_s < (began_s := min(began_s, clock.now_s())):
+            record(ProgramStarted(clock.now_s(), live.fence.job, live.fence.attempt, began_s))
 
     def _record_report(self, live: LiveAttempt, record: Record) -> None:
         job = self._state.store.queue_state.jobs.get(live.fence.job)
@@ -329,6 +341,7 @@ class Attempts:
             recorded.append(gone)
             if attempt is None or attempt.runner_fence != live.fence:
                 continue
+            self._note_start(live, record)
             self._record_report(live, record)
             ended_s = self._ended_s(gone)
             event: events.QueueEvent = events.Lost(self._state.clock.now_s(), live.fence.job, gone.reason)

@@ -187,7 +187,7 @@ class RequestHandlers:
     def _cancel(
         self, caller: Caller, *, job: str = "", jobs: str | tuple[str, ...] = (), now: bool = False
     ) -> dict[str, Any]:
-        changed = []
+        changed, killed = [], []
         reason = f"cancelled by {caller.name}"
         for own in self._own_all(caller, job_names(job, jobs)):
             if own.state is JobState.PENDING:
@@ -198,7 +198,8 @@ class RequestHandlers:
                 self.state.record(events.StopRequested(self.state.clock.now_s(), own.id, JobState.CANCELLED, reason))
             if now or own.ending is not None:  # a second request
                 self.to_kill.add(own.id)
-        return self._job_rows(changed)
+                killed.append(own.id)
+        return {**self._job_rows(changed), "killed": killed}
 
     def _hold(self, caller: Caller, *, job: str = "", jobs: str | tuple[str, ...] = ()) -> dict[str, Any]:
         held = self._own_all(caller, job_names(job, jobs))

@@ -81,9 +81,9 @@ class _Future:
         self._positions: dict[str, int] = {}
         self._free: dict[int, int] = {}
         """Pool → number of devices that are free now and not given to a job."""
-        self._holders = {job.id for job in snapshot.jobs if job.devices}
         self._held = {device for job in snapshot.jobs for device in (*job.devices, *job.target)}
-        self._first_end: tuple[float, str] | None = None
+        self._next_ends: list[tuple[float, str, set[int]]] = []
+        """When each job that holds devices ends, soonest first, and the pools of its devices."""
         self._soft: dict[str, float] = {}
         """Running job → from when on others may displace it."""
         self._gates: dict[tuple[str, str], _Gate] = {}
@@ -231,20 +231,24 @@ class _Future:
             if self.timeline.free_s(slot) <= self.now_s and device.id not in granted and device.id not in self._held:
                 pool = self.choices.pool_of[slot]
                 self._free[pool] = self._free.get(pool, 0) + 1
-        ends = [(end_s, name) for name, end_s in self.ends.items() if name in self._holders and end_s < math.inf]
-        self._first_end = min(ends, default=None)
+        index, pool_of = self.snapshot.layout.index, self.choices.pool_of
+        for job in self.snapshot.jobs:
+            if job.devices and (end_s := self.ends.get(job.id, math.inf)) < math.inf:
+                self._next_ends.append((end_s, job.id, {pool_of[index[device]] for device in job.devices}))
+        self._next_ends.sort(key=lambda end: end[:2])
 
     def _details(self, job: Job) -> str:
         """Say what a waiting job needs, what of it is free, and what comes next: no two jobs wait for quite the same."""
         least = job.spec.needs.min_devices
-        free = sum(self._free.get(pool, 0) for pool in self.choices.of(job).pools)
+        pools, start_s = self.choices.of(job).pools, self.starts.get(job.id, math.inf)
+        free = sum(self._free.get(pool, 0) for pool in pools)
         parts = [
             f"it needs {least} device{'s' if least > 1 else ''}, {free} that it can use {'is' if free == 1 else 'are'} free"
         ]
         if (place := self._positions.get(job.id, 1)) > 1:
             parts.append(f"{place - 1} job{'s go' if place > 2 else ' goes'} first")
-        if self._first_end is not None:
-            end_s, name = self._first_end
+        end_s, name, _ = next((end for end in self._next_ends if end[2].intersection(pools)), (math.inf, "", None))
+        if end_s < math.inf and end_s <= start_s:  # it may start earlier: a job may make room for it
             parts.append(f"job {name} ends next, in about {max(1, round((end_s - self.now_s) / 60))} min")
         return "; ".join(parts)
 

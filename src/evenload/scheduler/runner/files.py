@@ -29,7 +29,8 @@ PEAK = "peak.json"
 NOTE = "note.json"
 TERMS = "terms.json"
 PROTOCOL = "protocol"
-"""One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet."""
+"""First 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet; then when it
+began, in seconds since the boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,23 +209,32 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
 
 
 def open_protocol(folder: Path) -> int:
-    """Return a descriptor for `note_protocol`, which the program's user may then call."""
+    """Return a descriptor for `note_start`, which the program's user may then call."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / PROTOCOL, flags, 0o600)
     os.write(descriptor, b"0")
     return descriptor
 
 
-def note_protocol(descriptor: int) -> None:
-    os.pwrite(descriptor, b"1", 0)
+def note_start(descriptor: int, *, reports: bool) -> None:
+    """Note that the program begins now; called right before its first instruction."""
+    os.pwrite(descriptor, f"{reports:d} {boottime_s()!r}".encode(), 0)
 
 
 def may_report(folder: Path) -> bool:
     """Return True where no program of the attempt has begun, or one that can be expected to report."""
     try:
-        return (folder / PROTOCOL).read_bytes() == b"1"
+        return (folder / PROTOCOL).read_bytes()[:1] == b"1"
     except OSError:
         return True
+
+
+def began_since_boot_s(folder: Path) -> float | None:
+    """Return when the attempt's program began; None if it hasn't, or an earlier version started it."""
+    try:
+        return float((folder / PROTOCOL).read_bytes()[1:])
+    except (OSError, ValueError):
+        return None
 
 
 def write_note(folder: Path, text: str) -> None:

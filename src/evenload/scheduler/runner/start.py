@@ -163,8 +163,6 @@ def _become(
         os.chdir(spec.folder)
     except OSError as error:
         raise QueueError(f"it was to run in {spec.folder}, which can't be entered: {error.strerror}") from None
-    if _names_evenload(spec):
-        files.note_protocol(protocol)
     environment = {**spec.environment, VARIABLE: str(folder / files.TERMS)}
     command = list(spec.command)
     if spec.image:
@@ -176,6 +174,7 @@ def _become(
             mounts=(*spec.mounts, str(folder)),
             variables=environment,
         )
+    files.note_start(protocol, reports=_names_evenload(spec))
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

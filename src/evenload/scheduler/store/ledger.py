@@ -37,7 +37,21 @@ class RunnerStarted:
     """Plain values, such as its pid, start time and boot id."""
 
 
-Entry = events.QueueEvent | RunnerStarted
+@dataclass(frozen=True, slots=True)
+class ProgramStarted:
+    """An attempt's program has begun, as its runner noted it: the attempt is billed from `began_s` on."""
+
+    time_s: float
+    job: str
+    attempt: int
+    began_s: float
+    """By the queue's clock."""
+
+
+AttemptEntry = RunnerStarted | ProgramStarted
+"""Entries of the log that concern an attempt alone."""
+
+Entry = events.QueueEvent | AttemptEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,7 @@ class AttemptRecord:
     fence: Fence
     devices: tuple[str, ...]
     began_s: float
-    """When it got its devices; once its program may start, that time: from then on it is billed."""
+    """When it got its devices; once its program has begun, that time: from then on it is billed."""
     ended_s: float | None = None
     ending: str = ""
     """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``; `NOT_SAVED` where it yielded without a save, and
@@ -89,9 +103,13 @@ class Ledger:
 
         Raises `QueueError` if it can't follow the entries before it; nothing is changed then.
         """
-        if isinstance(entry, RunnerStarted):
+        if isinstance(entry, AttemptEntry):
             attempt = self._attempt(entry.job, entry.attempt)
-            self._put(replace(attempt, runner=dict(entry.facts)), changes)
+            if isinstance(entry, RunnerStarted):
+                attempt = replace(attempt, runner=dict(entry.facts))
+            else:
+                attempt = replace(attempt, began_s=max(attempt.began_s, entry.began_s))
+            self._put(attempt, changes)
             self.last += 1
             return ()
         new = self._new_names(entry)

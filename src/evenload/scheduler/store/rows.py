@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import validation
 from evenload.scheduler.store.event_rows import from_row
-from evenload.scheduler.store.ledger import Entry, RunnerStarted
+from evenload.scheduler.store.ledger import Entry, ProgramStarted, RunnerStarted
 from evenload.stored_names import REMOVED_SETTINGS
 
 _T = TypeVar("_T")
@@ -61,7 +61,10 @@ def entry_row(entry: Entry) -> dict[str, Any]:
 
 def entry_from(kind: str, body: str) -> Entry:
     row = json.loads(body)
-    return RunnerStarted(**row) if kind == RunnerStarted.__name__ else from_row({"kind": kind, **row})
+    for own in (RunnerStarted, ProgramStarted):
+        if kind == own.__name__:
+            return own(**row)
+    return from_row({"kind": kind, **row})
 
 
 def value_text(value: Any) -> str:
