@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.errors import ConfigError, PeerLostError, StepError
+from evenload.errors import ConfigError, StepError
 from evenload.records.reader import read_steps
 from evenload.records.values import StepRecord
 from evenload.testing import run_ranks
@@ -184,24 +184,22 @@ def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
     run = evenload.init(project_dir=folder, strategy="async", timeout_s=20.0)
     model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
     optimizer, _ = optimizers(model)
-    bodies, error = 0, ""
+    rank, bodies, error = run.rank, 0, ""
     try:
         for step in loader:
             step.backward(lambda batch: loss_of(model, batch[0]))
             bodies += 1
             with torch.no_grad():
-                if run.rank == 1 and bodies == 2:
+                if rank == 1 and bodies == 2:
                     raise ValueError("a mistake in the body")
             optimizer.step()
             optimizer.zero_grad()
-    except (ValueError, PeerLostError) as failure:
+    except ValueError as failure:
         error = str(failure)
     done = run._context.loop.steps_done
     if how == "caught":  # the script goes on
         error = str(run.reduce(1.0))
-        run.close()
-    elif run.rank == 1:
-        run._session.close()
+    run._session.close()
     return done, error
 
 
