@@ -180,17 +180,23 @@ def count_updates(folder: str, epochs: int) -> int:
 
 
 def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
-    """Train an epoch in which rank 1 fails in its second loop body; return the updates by then, and the error."""
+    """Train an epoch in which rank 1 fails in its first loop body; return the updates by then, and the error."""
     run = evenload.init(project_dir=folder, strategy="async", timeout_s=20.0)
     model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
     optimizer, _ = optimizers(model)
-    rank, bodies, error = run.rank, 0, ""
+    rank, error, failed = run.rank, "", Path(f"{folder}.failed")
+
+    def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
+        while rank == 2 and not failed.exists():  # it would take all parts of a short epoch
+            time.sleep(0.005)
+        return loss_of(model, batch[0])
+
     try:
         for step in loader:
-            step.backward(lambda batch: loss_of(model, batch[0]))
-            bodies += 1
+            step.backward(loss_fn)
             with torch.no_grad():
-                if rank == 1 and bodies == 2:
+                if rank == 1:
+                    failed.touch()
                     raise ValueError("a mistake in the body")
             optimizer.step()
             optimizer.zero_grad()
