@@ -4,6 +4,8 @@ One CPU rank on each machine, both on the cores of this one. The formats, and is
 turns in blocks of steps, each block a session of the same processes, so that other load meets all of them. The prediction is that
 of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation.
 
+`--only 100` takes the links of a rate, `--only 100/40` the one with this round trip (in ms): one round, a minute for each link.
+
 Bar: 8 of 10 predictions are within 15 % of the measured time. Reported beside it: on how many links the arm that was predicted to
 be the cheapest is it, or takes at most 5 % longer than the one that is.
 """
@@ -65,18 +67,18 @@ if run.rank == 0:
 
 
 def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
-    """Seconds of a step by link and format, measured and predicted. `only`: some rates in Mbit/s, with commas."""
+    """Seconds of a step by link and format, measured and predicted. `only`: some rates, or rate/round trip, with commas."""
     if reason := hosts.why_not():
         return {"skipped": reason}
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
         for mbit, delay_ms in LINKS_MBIT_MS[2:3] if quick else LINKS_MBIT_MS:
-            if only and str(mbit) not in only.split(","):
+            if only and not {str(mbit), f"{mbit}/{2 * delay_ms:g}"} & set(only.split(",")):
                 continue
-            # About as much time for each link: 2 MB on the slowest, 33 MB on the fastest.
-            width = 256 if quick else {10: 360, 100: 724}.get(mbit, 1448)
+            # About as much time for each link: 1 MB on the slowest, 34 MB on the fastest.
+            width = 256 if quick else {10: 256, 100: 512}.get(mbit, 1448)
             name = f"{mbit} Mbit/s, {2 * delay_ms:g} ms"
-            links[name] = _link(Path(folder, f"{mbit}-{delay_ms}"), mbit, delay_ms, width, 1 if quick else 3)
+            links[name] = _link(Path(folder, f"{mbit}-{delay_ms}"), mbit, delay_ms, width, 1 if quick or only else 3)
     errors = [abs(link["predicted_s"][arm] / link["step_s"][arm] - 1) for link in links.values() for arm in _SETTINGS]
     good = sum(error <= CLOSE for error in errors)
     bars = {f"{good} of {len(errors)} predicted within {CLOSE:.0%} (8 of 10)": good >= 0.8 * len(errors)}

@@ -1,12 +1,13 @@
 """Predict how long a step takes with each way to exchange gradients, from the measured link; see docs/wire.md.
 
-A step computes for C seconds, of which the backward of the last micro-batch takes H: buckets travel meanwhile. An exchange of
-b bytes in each direction needs
+A step computes for C seconds. Buckets travel during H of them, from the first bucket's gradients to the end of the last of K
+micro-batches: H = 2/3 · C / K · (1 - first bucket / all bytes). An exchange of b bytes in each direction needs
 
     E = b / bandwidth + rounds · latency / 2 + codec,      step = C + max(tail, E - H)
 
 with the latency of one small all-reduce, which is two rounds: over gloo a round takes a whole round trip of the link, because
-data wait for the receiver's word. `tail` is the last bucket, which leaves when the backward ends.
+data wait for the receiver's word. `tail` is the last bucket, which leaves when the backward ends: with the gradient of a large
+first parameter, such as an embedding.
 Bandwidth is that of both directions in use at once.
 
 Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
@@ -27,8 +28,8 @@ from dataclasses import dataclass, field
 
 from evenload.balance.wire_bytes import EXACT_FORMATS, FORMATS, GradientSize, sent_bytes
 
-_HIDDEN_SHARE = 0.6
-"""The backward takes about two thirds of a micro-batch; the first bucket leaves after a part of it."""
+_BACKWARD_SHARE = 2 / 3
+"""Of a micro-batch."""
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 18, 64 << 20
 LOCAL_FRAGMENTS = 4
 """Of the option of strategy ``local`` in fragments."""
@@ -68,11 +69,6 @@ class Work:
     is_far: tuple[bool, ...] = ()
     """Of each rank: it is on another machine than rank 0."""
 
-    @property
-    def hidden_s(self) -> float:
-        """Part of the backward during which buckets travel."""
-        return _HIDDEN_SHARE * self.compute_s / max(1, self.num_micro)
-
 
 @dataclass(frozen=True)
 class Option:
@@ -102,10 +98,9 @@ def wire_options(
     options = []
     for wire in wires:
         total_s = exchange_s(wire, size, link, num_machines, work)
-        buckets = bucket_sizes(size, link, num_machines, wire)
-        num_buckets = max(1.0, size.num_values * size.value_bytes / buckets.other_bytes)
-        tail_s = min(total_s, total_s / num_buckets + link.latency_s / 2)
-        step_s = work.compute_s + max(tail_s, total_s - work.hidden_s)
+        first, last = _end_buckets(size, bucket_sizes(size, link, num_machines, wire))
+        hidden_s = _BACKWARD_SHARE * (1 - first) * work.compute_s / max(1, work.num_micro)
+        step_s = work.compute_s + max(min(total_s, last * total_s + link.latency_s / 2), total_s - hidden_s)
         sent = sent_bytes(wire, size, num_machines)
         options.append(Option(f'wire="{wire}"', wire in EXACT_FORMATS, sent, total_s, step_s))
     return options
@@ -182,6 +177,18 @@ def bucket_sizes(size: GradientSize, link: Link, num_machines: int, wire: str = 
     product = link.latency_s * speed
     other = min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, math.sqrt(total * product)))
     return BucketSizes(min(other, max(_SMALLEST_BUCKET, product)), other)
+
+
+def _end_buckets(size: GradientSize, sizes: BucketSizes) -> tuple[float, float]:
+    """Return the parts of all bytes in the first and in the last bucket; gradients come in the reverse order of registration."""
+    parts, limit = [0.0], sizes.first_bytes
+    for num_rows, num_columns in reversed(size.matrices):
+        if parts[-1] >= limit:
+            parts.append(0.0)
+            limit = sizes.other_bytes
+        parts[-1] += num_rows * num_columns * size.value_bytes
+    total = size.num_values * size.value_bytes or 1
+    return parts[0] / total, parts[-1] / total
 
 
 def describe(options: Sequence[Option]) -> list[str]:

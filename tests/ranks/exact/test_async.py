@@ -179,6 +179,47 @@ def count_updates(folder: str, epochs: int) -> int:
     return server.max_staleness if server is not None else 0
 
 
+def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
+    """Train an epoch in which rank 1 fails in its first loop body; return the updates by then, and the error."""
+    run = evenload.init(project_dir=folder, strategy="async", timeout_s=20.0)
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
+    optimizer, _ = optimizers(model)
+    rank, error, failed = run.rank, "", Path(f"{folder}.failed")
+
+    def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
+        while rank == 2 and not failed.exists():  # it would take all parts of a short epoch
+            time.sleep(0.005)
+        return loss_of(model, batch[0])
+
+    try:
+        for step in loader:
+            step.backward(loss_fn)
+            with torch.no_grad():
+                if rank == 1:
+                    failed.touch()
+                    raise ValueError("a mistake in the body")
+            optimizer.step()
+            optimizer.zero_grad()
+    except ValueError as failure:
+        error = str(failure)
+    done = run._context.loop.steps_done
+    if how == "caught":  # the script goes on
+        error = str(run.reduce(1.0))
+    run._session.close()
+    return done, error
+
+
+def test_a_worker_that_fails_in_its_body_ends_no_epoch(tmp_path: Path) -> None:
+    server, failed, _ = run_ranks(fail_in_the_body, 3, str(tmp_path), "", timeout_s=60.0)
+    assert failed[1] == "a mistake in the body"
+    assert server[0] == SAMPLES // BATCH
+
+
+def test_a_script_that_catches_the_error_outside_its_loop_goes_on(tmp_path: Path) -> None:
+    found = run_ranks(fail_in_the_body, 3, str(tmp_path), "caught", timeout_s=60.0)
+    assert [error for _, error in found] == ["3.0"] * 3
+
+
 def train_one_part_an_epoch(folder: str) -> tuple[list[int], int]:
     """Return the epochs in which this rank computed, and those that it has counted."""
     run = evenload.init(project_dir=folder, strategy="async")

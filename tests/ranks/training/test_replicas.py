@@ -271,7 +271,7 @@ def _refused(folder: str, what: str) -> str:
         ("an optimizer in the backward", "0.weight has a hook that runs when its gradient is accumulated"),
         ("uneven BatchNorm", "waits in a BatchNorm for replica 0, which ended without it"),
         ("a parameter of nobody's", "steps 1 parameters that are in no model given to run.prepare"),
-        ("sparse", "is sparse; strategy='dp' sums dense gradients"),
+        ("sparse", "is sparse, and gradients are summed as dense ones"),
     ],
 )
 def test_what_is_refused(what: str, told: str, tmp_path: Path) -> None:

@@ -132,6 +132,11 @@ def test_a_comparison_counts_prepared_parameters_and_lists_the_others():
     assert [(worst.name, worst.difference) for worst in comparison.unprepared] == [("theirs", 0.5)]
 
 
+def test_imaginary_parts_of_gradients_count():
+    one, other = (Gradient([torch.tensor([value])], 1.0) for value in (3 + 4j, 3 - 4j))
+    assert one.norm() == 5.0 and other.distance(one) == distance(other, one) == 1.6
+
+
 def test_a_gradient_that_one_side_lacks_counts_whole():
     assert distance(Gradient([None], 1.0), _gradient([3.0, 4.0])) == 1.0
     assert distance(Gradient([None], 1.0), Gradient([None], 1.0)) == 0.0

@@ -106,6 +106,8 @@ class Control:
         self._groups = groups
         self.apart = False
         """True while ranks take different numbers of steps (strategy ``async``): calls of all ranks together are errors."""
+        self.meets_later: Callable[[], None] | None = None
+        """Ends such a time on this rank, whose script has left its loop by an exception, and may have caught it."""
         self._position = (0, -1)
         self._may_be_in_loops = False
         """True from the begin of a loop over `run.batches` until all ranks are known to have left it; equal on all ranks."""
@@ -213,8 +215,16 @@ class Control:
         """True if an exchange of a rank that is alone may be an error; see `check_open`."""
         return self.apart or self._groups.closed
 
+    def meet(self) -> None:
+        """Do what `meets_later` has left for the next call of all ranks together."""
+        meets, self.meets_later = self.meets_later, None
+        if meets is not None:
+            meets()
+
     def check_open(self, operation: Operation) -> None:
         """Raise StepError or LaunchError if the run is over, or the ranks are apart."""
+        if operation in _TOGETHER:
+            self.meet()
         if self.apart and operation in _TOGETHER:
             raise StepError(
                 f"the script {_DOING[operation]} inside a loop over a prepared loader. Under strategy='async' the ranks take "

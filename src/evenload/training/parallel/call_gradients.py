@@ -261,8 +261,8 @@ def number_slots(models: Sequence[nn.Module], keep: Collection[int] = ()) -> lis
     return slots
 
 
-def sparse_error(name: str, strategy: str) -> StepError:
-    return StepError(f"the gradient of {name} is sparse; strategy={strategy!r} sums dense gradients: use sparse=False")
+def sparse_error(name: str) -> StepError:
+    return StepError(f"the gradient of {name} is sparse, and gradients are summed as dense ones: use sparse=False")
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -174,9 +174,7 @@ class LocalReducer(CallGradients):
     def _held(self) -> list[torch.Tensor]:
         grads = [grad for grad in map(_GRAD, self._params) if grad is not None]
         if any(map(_IS_SPARSE, grads)):
-            raise sparse_error(
-                next(s.name for s in self.slots if s.param.grad is not None and s.param.grad.is_sparse), "ddp"
-            )
+            raise sparse_error(next(s.name for s in self.slots if s.param.grad is not None and s.param.grad.is_sparse))
         return grads
 
     def _are_finite(self, grads: Sequence[torch.Tensor]) -> bool:

@@ -65,7 +65,6 @@ class BucketReducer(CallGradients):
         check: Callable[[], None] | None = None,
         hooked: Sequence[nn.Parameter] | None = None,
         pins: bool = False,
-        strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
         keep: Collection[int] = (),
         wire: GradientWire | None = None,
@@ -77,7 +76,6 @@ class BucketReducer(CallGradients):
         check: called at each gradient, in the thread that computed it.
         hooked: the parameters whose hooks run on the sums, if they are not the models' own.
         pins: buckets lie in pinned memory, to be copied to a GPU.
-        strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
         keep: ids of frozen parameters that keep their slot, because they are trained at times.
         sizes: of buckets, as measured.
@@ -85,7 +83,7 @@ class BucketReducer(CallGradients):
         super().__init__(number_slots(models, keep), check, hooked)
         self._groups, self._segments = groups, segments or BucketSegments()
         self._pins, self._sizes = pins, sizes
-        self._strategy, self._wire, self._grad_norms = strategy, wire, grad_norms
+        self._wire, self._grad_norms = wire, grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
@@ -320,7 +318,7 @@ class BucketReducer(CallGradients):
                 "ranks needs it: step and call zero_grad after step.backward"
             )
         if grad.is_sparse:
-            raise sparse_error(slot.name, self._strategy)
+            raise sparse_error(slot.name)
         if not bucket.is_claimed:
             bucket.claim()
         view = self._view_of(slot.index)

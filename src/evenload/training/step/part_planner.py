@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from evenload.balance.decision import Decision
@@ -21,6 +22,8 @@ from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.asynchronous.messages import Handout
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.step.assignment import Shares
+from evenload.training.step.left_by_error import left_by_error
+from evenload.training.step.plan_source import StepCounter
 from evenload.training.step.planner import Planner
 
 Value = TypeVar("Value")
@@ -139,9 +142,16 @@ class PartPlanner(Planner):
             self._done = done
         return self._done + self._todo.index(step)
 
-    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
+    def leave_loop(self, loader: GlobalLoader, loop: StepCounter) -> None:
+        # After an error this rank is about to end, and its part is another's: it does not end the epoch for all.
+        if left_by_error() and not loop.stop_requested:
+            self._control.meets_later = partial(self.end_loop, loader, loop)
+        else:
+            self.end_loop(loader, loop)
+
+    def end_loop(self, loader: GlobalLoader, loop: StepCounter) -> None:
         if not self._strategy.in_loop:  # a dry run, or the run has ended
-            return steps_done
+            return
         strategy, groups = self._strategy, self._groups
         if strategy.server is not None:
             alive: Sequence[int] = [0, *self._wait(strategy.server.finish)]
@@ -158,11 +168,11 @@ class PartPlanner(Planner):
         self._leave_out(alive)
         strategy.send_averages()
         speeds = [int(speed / _SPEED_UNIT) for speed in self.speeds()]
-        values = self.agree([steps_done, *speeds, *loader.follow_values()] if groups.rank == 0 else None)
+        values = self.agree([loop.steps_done, *speeds, *loader.follow_values()] if groups.rank == 0 else None)
         self._samples_of = [value * _SPEED_UNIT for value in values[1 : 1 + self.world_size]]
         self._seconds_of = [float(value > 0) for value in self._samples_of]
         loader.follow(values[1 + self.world_size :])
-        return values[0]
+        loop.steps_done = values[0]
 
     def speeds(self) -> tuple[float, ...]:
         """Return samples per second; 0 for the server, which computes nothing."""

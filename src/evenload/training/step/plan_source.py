@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from evenload.balance.split import scale_shares
 from evenload.training.data.loader import GlobalLoader
@@ -38,6 +39,13 @@ class FixedProportions(PlanSource):
         return scale_shares(self._proportions, num_samples)
 
 
+class StepCounter(Protocol):
+    """What `StepLoop` counts over all loaders."""
+
+    steps_done: int
+    stop_requested: bool
+
+
 class StepsInOrder:
     """The part of a planner that names the steps: all ranks compute each of them together, one after the other."""
 
@@ -56,6 +64,9 @@ class StepsInOrder:
         """Return the index over all loaders of a step of the epoch, after `done` steps."""
         return done
 
-    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
-        """End a loop over this loader, which was `left` early, on all ranks; return the number of steps done by then."""
-        return steps_done
+    def end_loop(self, loader: GlobalLoader, loop: StepCounter) -> None:
+        """End a loop over this loader on all ranks."""
+
+    def leave_loop(self, loader: GlobalLoader, loop: StepCounter) -> None:
+        """End a loop that the script has left early."""
+        self.end_loop(loader, loop)

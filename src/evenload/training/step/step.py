@@ -395,14 +395,14 @@ class StepLoader:
         """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
         loop.before_use()
+        loop.engine.control.meet()
         loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
         batches = iter(self.loader)
         while True:
             loop.check_alone(self.loader)
             loop.engine.clock.switch("data")
-            batch = next(batches, None)
-            if batch is None:
-                loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=False)
+            if (batch := next(batches, None)) is None:
+                self.planner.end_loop(self.loader, loop)
                 loop.end_epoch()
                 return None
             step = Step(loop, self.loader, self.planner, batch)
@@ -415,6 +415,6 @@ class StepLoader:
                 # A `break` ends the generator here: samples count as used where their gradients were.
                 loop.end(step, finished=finished)
                 if not finished:
-                    loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=True)
+                    self.planner.leave_loop(self.loader, loop)
             if (listener := loop.due_listener()) is not None:
                 return listener

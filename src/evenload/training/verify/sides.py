@@ -24,6 +24,7 @@ from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.data.batches import move
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.parallel.buckets import real
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
@@ -79,6 +80,10 @@ class Gradient:
     loss: float
     units: float = math.nan
     weighted: bool = False
+
+    def __post_init__(self) -> None:
+        # Of a complex gradient both parts count.
+        object.__setattr__(self, "values", [None if value is None else real(value) for value in self.values])
 
     def norm(self) -> float:
         return math.sqrt(self.dot(self))

@@ -178,7 +178,6 @@ class ReplicaGradients:
                 check=_owner_check(thread),
                 hooked=[slot.param for slot in number_slots(self._models)] if thread.index == 0 else None,
                 pins=thread.device.type == "cpu" and home.type == "cuda",
-                strategy="dp",
             )
         self._guards = [
             p.register_post_accumulate_grad_hook(_guard)  # type: ignore[no-untyped-call]
