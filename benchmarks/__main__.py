@@ -82,9 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of wire: rates "
-        "in Mbit/s; of overlap: 'no limit' or '1 Gbit/s'; of faults, cut_link, lost_hosts and queue_crash: seeds; of "
-        "queue_product: parts",
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal, 1:0.5 or one arm, such as "
+        "1:0.5/local; of wire: rates in Mbit/s; of overlap: 'no limit' or '1 Gbit/s'; of faults, cut_link, lost_hosts and "
+        "queue_crash: seeds; of queue_product: parts",
+    )
+    parser.add_argument(
+        "--keep", default=None, help="of islands: a folder for what each run finds; see benchmarks/islands.py"
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -97,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
+        if options.keep and name == "islands":
+            chosen = {"keep": options.keep}
         if options.only and name in _WITH_ONLY:
             chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
@@ -104,7 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(module.table(result), flush=True)
         if others_cpu is not None and others_cpu > _QUIET:
             print(f"DISTURBED: other programs took {others_cpu:.0%} of a core meanwhile")
-        if "left_out" not in result or options.quick:  # a result that was measured elsewhere stays
+        # A result that was measured elsewhere stays, and one arm is no result.
+        if ("left_out" not in result and "arm" not in result) or options.quick:
             path = write_result(
                 name,
                 module.__doc__ or "",

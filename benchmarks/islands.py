@@ -5,12 +5,14 @@ control groups from outside (benchmarks/quota.py). All arms take the same global
 
 - `ddp`, `bf16`, `powersgd`: torch's DistributedDataParallel, with a bfloat16 all-reduce, with torch's own PowerSGD hook (rank 4)
 - `diloco`: torch alone as torchft does it: equal steps, a blocking average of the weights every `sync_every` steps
-- `evenload`: strategy local with the same `sync_every`; with fragments; with wire int8
+- the others: Evenload's strategy local with the same `sync_every`, one with half of it; `auto` takes local_steps=auto
 
-Losses by step do not depend on the link or on the quotas under the first three, which wait for the link in each step: they are
-trained once without a limit, and timed on the link for a few steps. Arms that synchronise rarely train on the link. Time to the
-loss: to 1.01 times that of synchronous training after all steps; an arm that does not get there is not the best one. Compute is a
-step of both ranks without a link; exchange is what a step of `ddp` takes beyond that of the slower rank.
+Losses by step do not depend on the link or on the quotas under the first four: they are trained once without a limit, and timed
+on the link for a few steps, `diloco` for two rounds. The others train on the link, from the first step on. Validations lie
+where an arm has just synchronised, and at the end. Time to the loss: to 1.01 times that of synchronous training after all
+steps; an arm that does not get there is not the best one. Compute is a step of both ranks without a link; exchange is what a
+step of `ddp` takes beyond that of the slower rank. `--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
+finds: later calls take it from there, so that the parts can be measured one by one.
 
 Bars, by the time to the loss: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed
 of the best of the others with equal islands, 1.3 times it at 1 : 0.5. By steps: there, 0.95 of the islands' summed speed. The
@@ -36,17 +38,27 @@ from evenload.testing import hosts
 
 MBIT, DELAY_MS = 100.0, 20.0
 SIZE, QUICK_SIZE = "16,64,256,8", "8,16,32,1"
-EVERY, NUM_STEPS, NUM_TIMED = 20, 60, 9
+EVERY, NUM_STEPS, NUM_TIMED = 20, 82, 9
+NUM_WARM = 3
+"""Steps of an arm before its steps are timed."""
 CLOSE = 1.01
 """The loss that counts as reached is within 1 % of the synchronous one."""
 SPEEDS = {"equal": (0.7, 0.7), "1:0.5": (0.8, 0.4)}
 """Cores of each rank; the rest of two is left to the relay of packets."""
 TORCH = ("ddp", "bf16", "powersgd", "diloco")
+DELAY = 2
 EVENLOAD = {
     "local": (),
-    "local, fragments=4": ("--fragments", "4"),
-    "local, wire=int8": ("--wire", "int8"),
+    "local fragments=4": ("--fragments", "4"),
+    "local int8": ("--wire", "int8"),
+    "local int8 delay": ("--wire", "int8", "--sync-delay", str(DELAY)),
+    "local int8 delay every 10": ("--wire", "int8", "--sync-delay", str(DELAY), "--sync-every", "10"),
+    "local int8 delay auto": ("--wire", "int8", "--sync-delay", str(DELAY), "--local-steps", "auto"),
 }
+AUTO = "local int8 delay auto"
+"""Its islands make different numbers of steps, so it can't be validated inside the loop: it is timed alone."""
+RIVALS_EVERY = [name for name in EVENLOAD if "every" not in name]
+"""Those with the rivals' `sync_every`."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +66,24 @@ class _Place:
     folder: Path
     steps: int
     size: str
+    keep: Path | None
+    """Where results of runs are kept."""
 
 
-def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
-    """`only`: some of the names in `SPEEDS`, with commas."""
+def measure(quick: bool = False, only: str = "", keep: str = "") -> dict[str, Any]:
+    """`only`: some of the names in `SPEEDS`, with commas, or one with an arm behind a slash; `keep`: a folder."""
     if reason := hosts.why_not():
         return {"skipped": reason}
     cases: dict[str, Any] = {}
+    wanted, _, arm = only.partition("/")
+    if keep:
+        Path(keep).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as name:
-        place = _Place(Path(name), EVERY if quick else NUM_STEPS, QUICK_SIZE if quick else SIZE)
-        curves = {arm: _run(place, arm, (1.0, 1.0), fast=True)["curve"] for arm in TORCH[: 1 if quick else 3]}
+        size = (EVERY, QUICK_SIZE) if quick else (NUM_STEPS, SIZE)
+        place = _Place(Path(name), *size, Path(keep) if keep and not quick else None)
+        if arm:
+            return {"arm": _one(place, arm, SPEEDS.get(wanted, (1.0, 1.0)), fast=wanted not in SPEEDS), "bars": {}}
+        curves = {arm: _one(place, arm, (1.0, 1.0), fast=True)["curve"] for arm in TORCH[: 1 if quick else 4]}
         for case, speeds in SPEEDS.items():
             if (only and case not in only.split(",")) or (quick and case != "equal"):
                 continue
@@ -71,28 +91,34 @@ def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
     return {"cases": cases, "bars": _bars(cases)}
 
 
+def _one(place: _Place, arm: str, speeds: tuple[float, float], *, fast: bool = False) -> dict[str, Any]:
+    """Run an arm as `_case` does: those of torch are timed for a few steps, and trained where nothing limits them."""
+    if arm in EVENLOAD:
+        return _run(place, arm, speeds, options=EVENLOAD[arm], steps=place.steps if arm == AUTO else 0)
+    is_curve = fast and speeds == (1.0, 1.0)
+    timed = NUM_WARM + 2 * EVERY if arm == "diloco" else NUM_TIMED
+    return _run(place, arm, speeds, steps=0 if is_curve else timed, fast=fast)
+
+
 def _case(place: _Place, speeds: tuple[float, float], curves: Mapping[str, Any], quick: bool) -> dict[str, Any]:
     final = curves["ddp"][-1][-1]
     target = CLOSE * final
     arms: dict[str, Any] = {}
     for arm, curve in curves.items():
-        step_s = _run(place, arm, speeds, steps=NUM_TIMED)["step_s"]
+        step_s = _one(place, arm, speeds)["step_s"]
         arms[arm] = {
             "step_s": step_s,
             "loss": curve[-1][-1],
             **_reach([(n, n * step_s, loss) for n, _, loss in curve], target),
         }
-    for arm, options in {"diloco": (), **EVENLOAD}.items():
-        if quick and arm not in ("diloco", "local"):
+    for arm in EVENLOAD:
+        if (quick and arm != "local") or (arm == AUTO and len(set(speeds)) == 1):
             continue
-        found = _run(place, arm, speeds, options=options)
-        arms[arm] = {
-            "step_s": found["step_s"],
-            "loss": found["curve"][-1][-1],
-            "shares": found.get("shares", [])[-1:],
-            **_reach(found["curve"], target),
-        }
-    alone = [_run(place, "ddp", (speed, speed), steps=NUM_TIMED, fast=True)["step_s"] for speed in sorted(set(speeds))]
+        found = _one(place, arm, speeds)
+        arms[arm] = {"step_s": found["step_s"], "shares": found.get("shares", [])[-1:], "loss": None, "reached": False}
+        if arm != AUTO:
+            arms[arm] |= {"loss": found["curve"][-1][-1], **_reach(found["curve"], target)}
+    alone = [_one(place, "ddp", (speed, speed), fast=True)["step_s"] for speed in sorted(set(speeds))]
     # A step of ddp without a limit is half a batch at the speed of one rank.
     speed = sum(0.5 / seconds for seconds in (alone if len(alone) > 1 else alone * 2))
     compute_s = 1 / speed
@@ -122,8 +148,9 @@ def _bars(cases: Mapping[str, Any]) -> dict[str, bool]:
             reached = [arm for arm in some if arm in arms and arms[arm]["reached"]]
             return min(reached, key=lambda arm: float(arms[arm]["to_loss_s"]), default=None)
 
-        own, rival = best_of(tuple(EVENLOAD)), best_of(("bf16", "powersgd", "diloco"))
-        if own is None:
+        own, alike = best_of(tuple(EVENLOAD)), best_of(RIVALS_EVERY)
+        rival = best_of(("bf16", "powersgd", "diloco"))
+        if own is None or alike is None:
             bars[f"{name}: no arm of Evenload reaches the loss"] = False
             continue
         best = arms[own]
@@ -131,8 +158,10 @@ def _bars(cases: Mapping[str, Any]) -> dict[str, bool]:
         gain = arms["ddp"]["to_loss_s"] / best["to_loss_s"]
         bars[f"{name}: {own} is {gain:.2f}x as fast as ddp (0.9 of {ideal:.2f}x)"] = gain >= 0.9 * ideal
         wanted = 1.0 if name == "equal" else 1.3
-        ratio = arms[rival]["to_loss_s"] / best["to_loss_s"] if rival is not None else float("inf")
-        bars[f"{name}: {ratio:.2f}x the best of the others, {rival} ({wanted:g})"] = ratio >= wanted
+        ratio = arms[rival]["to_loss_s"] / arms[alike]["to_loss_s"] if rival is not None else float("inf")
+        bars[f"{name}: {alike} is {ratio:.2f}x as fast as the best of the others, {rival} ({wanted:g})"] = (
+            ratio >= wanted
+        )
         if name != "equal":
             part = case["compute_s"] / min(arms[arm]["step_s"] for arm in EVENLOAD if arm in arms)
             bars[f"{name}: {part:.2f} of the summed speed (0.95)"] = part >= 0.95
@@ -151,6 +180,10 @@ def _run(
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run an arm on two machines; `steps` times it without validation. The curve is the mean of both ranks' parts."""
+    kept = place.keep and place.keep / f"{arm} {speeds[0]:g}-{speeds[1]:g} {steps or place.steps}{' fast' * fast}.json"
+    if kept and kept.exists():
+        found = json.loads(kept.read_text())
+        return dict(found)
     folder = Path(tempfile.mkdtemp(dir=place.folder))
     with ExitStack() as stack:
         pids = stack.enter_context(quotas(dict(enumerate(speeds))))
@@ -160,8 +193,10 @@ def _run(
         for box in boxes:
             words = [
                 *("--arm", arm if arm in TORCH else "evenload", "--pids", str(pids)),
-                *("--out", str(folder), "--size", place.size, "--every", str(EVERY)),
+                *("--out", str(folder), "--size", place.size),
                 *("--steps", str(steps or place.steps), "--validates", str(int(not steps))),
+                *("--offset", str(DELAY if "delay" in arm else 0)),
+                *("--every", "10" if "every 10" in arm else str(EVERY)),
             ]
             command = [
                 sys.executable,
@@ -172,7 +207,8 @@ def _run(
             ]
             if arm not in TORCH:
                 run = [sys.executable, "-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1"]
-                local = ["--strategy", "local", "--sync-every", str(EVERY), *options]
+                every = [] if "--sync-every" in options else ["--sync-every", str(EVERY)]
+                local = ["--strategy", "local", *every, *options]
                 command = [*run, *local, str(SCRIPTS / "train_islands.py"), *words]
             own = folder / box.name
             own.mkdir()
@@ -194,7 +230,7 @@ def _run(
     if any(codes):
         raise RuntimeError(f"{arm}: " + "\n".join((folder / box.name / "screen").read_text()[-1500:] for box in boxes))
     parts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    found: dict[str, Any] = parts[0]
+    found = parts[0]
     found["step_s"] = max(part["step_s"] for part in parts)
     found["curve"] = [
         (here[0], max(here[1], there[1]), (here[2] + there[2]) / (here[3] + there[3]))
@@ -204,21 +240,25 @@ def _run(
         f"{arm}, {speeds}{', no limit' if fast else ''}: {found['step_s']:.3f} s a step, {found['curve'][-1:]}",
         flush=True,
     )
-    return found
+    if kept:
+        kept.write_text(json.dumps(found))
+    return dict(found)
 
 
 def table(result: dict[str, Any]) -> str:
     """One row for each arm."""
     if "skipped" in result:
         return f"skipped: {result['skipped']}"
+    if "arm" in result:
+        return "\n".join(f"{n} steps, {seconds:.1f} s: {loss:.4f}" for n, seconds, loss in result["arm"]["curve"])
     lines = [
         (
             case,
             name,
             f"{arm['step_s']:.3f} s",
             f"{found['compute_s'] / arm['step_s']:.2f}",
-            f"{arm['loss']:.3f}",
-            f"{arm['to_loss_s']:.1f} s{'' if arm['reached'] else ' (not reached)'}",
+            "-" if arm["loss"] is None else f"{arm['loss']:.3f}",
+            "-" if arm["loss"] is None else f"{arm['to_loss_s']:.1f} s{'' if arm['reached'] else ' (not reached)'}",
         )
         for case, found in result["cases"].items()
         for name, arm in found["arms"].items()

@@ -10,8 +10,9 @@ published cluster (16 hosts of 4) is there once at each price level:
 
 Cost is what all devices held cost, until the last job has ended. Bar, for each case, over the four workloads: at most 0.8 ×
 `default`, with at least 95 % of the deadlines met. ``speeds`` and ``hours`` are the hard ones: slow devices leave little time
-to wait for one, and most of these jobs take minutes and can't wait for the evening. Of ``speeds`` the run times known to the
-queue are also wrong by a log-normal factor (σ = 0.2).
+to wait for one, and most of these jobs take minutes and can't wait for the evening: ``bound`` is the least cost at which all
+deadlines could be met (`benchmarks.bounds`). Of ``speeds`` the run times known to the queue are also wrong by a log-normal
+factor (σ = 0.2).
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bounds import DeadlineJob, PricedKind, least_cost
 from benchmarks.pollux.workload import pollux_workload
 from benchmarks.queue_policies import pollux_folder
 from benchmarks.report import rows
-from evenload.scheduler.core.values import Settings
-from evenload.scheduler.simulator.cluster import KindFacts, devices_of
+from evenload.scheduler.core.values import Device, Settings
+from evenload.scheduler.simulator.cluster import KindFacts, devices_of, shape_of
+from evenload.scheduler.simulator.programs import alone_s
 from evenload.scheduler.simulator.report import SimulationReport, report_of
 from evenload.scheduler.simulator.simulate import Conditions, simulate
+from evenload.scheduler.tariff import tariff_of
 
 _WORKLOADS = (1, 2, 3, 4)
 _DEADLINE_TIMES = 2.0
+_MIDNIGHT_S = -9 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ def measure(quick: bool, traces: str | None = None) -> dict[str, Any]:
                     "cost": cheapest.cost,
                     "default_met": usual.deadlines_met,
                     "met": cheapest.deadlines_met,
+                    "bound": _bound(folder, number, case),
                     "restarts_per_job": cheapest.restarts_per_job,
                     **({} if noisy is None else {"noisy": noisy.cost, "noisy_met": noisy.deadlines_met}),
                 }
@@ -76,10 +82,29 @@ def measure(quick: bool, traces: str | None = None) -> dict[str, Any]:
             key: sum(line[key] for line in lines) for key in lines[0] if key not in ("workload", "restarts_per_job")
         }
         means = {key: value / len(lines) if key.endswith("met") else value for key, value in sums.items()}
-        found[name] = {"workloads": lines, **means, "ratio": means["cost"] / means["default"]}
+        ratios = {"ratio": means["cost"] / means["default"], "bound_ratio": means["bound"] / means["default"]}
+        found[name] = {"workloads": lines, **means, **ratios}
     bars = {f"{name}: cost at most 0.8 × default": case["ratio"] <= 0.8 for name, case in found.items()}
     bars |= {f"{name}: 95 % of deadlines met": case["met"] >= 0.95 for name, case in found.items()}
     return {"cases": found, "bars": bars}
+
+
+def _bound(folder: Path, number: int, case: _Case) -> float:
+    """Return the least cost at which all deadlines could be met."""
+    by_kind: dict[str, list[Device]] = {}
+    for device in devices_of(case.cluster, case.kinds):
+        by_kind.setdefault(device.kind, []).append(device)
+    jobs = []
+    for arrival in pollux_workload(folder / "workloads" / f"workload-{number}.csv"):
+        num = arrival.spec.needs.min_devices
+        times = {kind: alone_s(arrival.make(), shape_of(tuple(devices[:num]))) for kind, devices in by_kind.items()}
+        deadline_s = arrival.time_s + _DEADLINE_TIMES * min(times.values())
+        jobs.append(DeadlineJob(num, arrival.time_s, times, deadline_s))
+    kinds = {}
+    for kind, (first, *_) in by_kind.items():
+        price, cheap = first.price_per_hour, first.cheap_price_per_hour
+        kinds[kind] = PricedKind(len(by_kind[kind]), price, price if cheap is None else cheap)
+    return least_cost(jobs, kinds, tariff_of(case.cheap_hours, _MIDNIGHT_S))
 
 
 def _run(folder: Path, number: int, case: _Case, policy: str, remaining: str) -> SimulationReport:
@@ -89,7 +114,7 @@ def _run(folder: Path, number: int, case: _Case, policy: str, remaining: str) ->
         remaining=remaining,
         noise=0.2,
         deadline_times=_DEADLINE_TIMES,
-        midnight_s=-9 * 3600.0,
+        midnight_s=_MIDNIGHT_S,
     )
     return report_of(simulate(pollux_workload(folder / "workloads" / f"workload-{number}.csv"), conditions))
 
@@ -99,7 +124,7 @@ def table(result: dict[str, Any]) -> str:
     if "left_out" in result:
         return f"left out: {result['left_out']}"
     return rows(
-        ("prices", "workload", "default", "cost", "ratio", "in time", "default in time", "noisy", "in time"),
+        ("prices", "workload", "default", "cost", "ratio", "bound", "in time", "default in time", "noisy", "in time"),
         [
             (
                 name,
@@ -107,6 +132,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{line['default']:.0f}",
                 f"{line['cost']:.0f}",
                 f"{line['cost'] / line['default']:.3f}",
+                f"{line['bound'] / line['default']:.3f}",
                 f"{line['met']:.1%}",
                 f"{line['default_met']:.1%}",
                 f"{line['noisy'] / line['default']:.3f}" if "noisy" in line else "",

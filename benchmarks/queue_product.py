@@ -1,7 +1,7 @@
 """Policies on recorded workloads with jobs as the product runs them, through the simulator.
 
-Needs ``--traces DIR`` as `queue_policies` does. ``--only box,load,tuned,fixed,kinds,policies`` runs some parts; the others keep
-their recorded results.
+Needs ``--traces DIR`` as `queue_policies` does. ``--only box,load,tuned,fixed,bound,kinds,policies`` runs some parts; the others
+keep their recorded results.
 
 box: one box of 8 (two hosts of 4 in the tables), every 8th job of workloads 1 to 4, rigid. Nothing is known of the jobs
    (`las`, and `default`, which remembers run times), or their commands too (``history``). Means over all jobs of the eight
@@ -16,6 +16,8 @@ tuned, fixed: elastic Evenload jobs under `goodput` on 64 devices. What they rep
 kinds: 4 devices and 4 of half their speed, gangs as in the box, work known or not. `default` with Evenload gangs, against the
    same policy without the kinds' speeds, with Evenload gangs (``equal``) and with gangs that split evenly and so run at the
    speed of the slowest (``even split``).
+bound: a lower bound of what any policy reaches with fixed batches (`benchmarks.bounds`), over Pollux' published mean; tuned
+   batches have none, because their speed depends on the batches that they had before.
 policies: each policy in the box of 8 with nothing known.
 """
 
@@ -27,12 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bounds import START_S, ElasticJob, least_mean_s
 from benchmarks.pollux.workload import pollux_workload
 from benchmarks.queue_policies import pollux_folder
 from benchmarks.report import RESULTS, commit, rows
 from evenload.scheduler.core.values import POLICIES, Settings
 from evenload.scheduler.simulator.arrivals import JobArrival, capped, thinned
-from evenload.scheduler.simulator.cluster import KindFacts, devices_of
+from evenload.scheduler.simulator.cluster import DeviceShape, KindFacts, devices_of
+from evenload.scheduler.simulator.programs import alone_s
 from evenload.scheduler.simulator.report import mean, percentile
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 
@@ -40,6 +44,7 @@ _WORKLOADS = (1, 2, 3, 4)
 _LOADS = {"every 16th job": (16, 16, "2x4"), "every 5th job": (5, 5, "2x4"), "every 4th job, 16 devices": (4, 4, "4x4")}
 _RESTARTS_S = (30.0, 60.0, 90.0, 120.0, 180.0)
 _KINDS = ("1x4:fast,1x4:slow", "1x4:slow,1x4:fast")
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _SLOW = {"slow": KindFacts(speed=0.5)}
 
 
@@ -54,6 +59,7 @@ def measure(quick: bool, traces: str | None = None, only: str | None = None) -> 
         "load": _load,
         "tuned": partial(_evenload, "tuned"),
         "fixed": partial(_evenload, "fixed"),
+        "bound": _bound,
         "kinds": _kinds,
         "policies": _policies,
     }
@@ -157,6 +163,31 @@ def _evenload(batch: str, folder: Path, workloads: tuple[int, ...], quick: bool)
             }
         )
     return found
+
+
+def _bound(folder: Path, workloads: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
+    published = json.loads((folder / "results" / "pollux.json").read_text())["jcts"]
+    found: list[dict[str, Any]] = []
+    for number in workloads:
+        jobs = []
+        times: dict[Any, dict[int, float]] = {}
+        for arrival in pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload="fixed"):
+            key = (arrival.make, most := arrival.spec.needs.max_devices)
+            if key not in times:
+                sizes = {num for num in _SIZES if num < most} | {min(most, _SIZES[-1])}
+                times[key] = {num: alone_s(arrival.make(), _packed(num)) for num in sizes}
+            jobs.append(ElasticJob(arrival.time_s, times[key]))
+        theirs = mean(list(published[f"workload-{number}"].values()))
+        alone = mean([min(job.alone_s.values()) + START_S for job in jobs])
+        bound_s = least_mean_s(jobs, _SIZES[-1], 1800.0 if quick else 400.0)
+        found.append({"workload": number, "alone_s": alone, "bound_s": bound_s, "over_pollux": bound_s / theirs})
+    return found
+
+
+def _packed(num: int) -> DeviceShape:
+    """Return devices in as few hosts of 4 as can be."""
+    per_host = (4,) * (num // 4) + ((num % 4,) if num % 4 else ())
+    return DeviceShape(per_host, ("gpu",) * num, (1.0,) * num)
 
 
 def _kinds(folder: Path, workloads: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:

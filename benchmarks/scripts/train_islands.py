@@ -31,6 +31,7 @@ parser.add_argument("--out", required=True, help="folder for the result")
 parser.add_argument("--size", required=True, help="batch, context, width, depth")
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--every", type=int, required=True, help="steps between two synchronisations, and two validations")
+parser.add_argument("--offset", type=int, required=True, help="steps from a synchronisation to a validation")
 parser.add_argument("--validates", type=int, default=1)
 args = parser.parse_args()
 
@@ -91,7 +92,7 @@ def train(
         after(done)
         if done == NUM_WARM:
             before_s = time.perf_counter() - clock_s - paused_s
-        if args.validates and (done % args.every == 0 or done == args.steps):
+        if args.validates and (done % args.every == args.offset or done == args.steps):
             validate(done, batches)
         last_s = time.perf_counter() - clock_s - paused_s
     found["warm_s"], found["seconds"] = before_s, last_s

@@ -140,6 +140,13 @@ class Config:
         "Fragments that synchronise in turn, each hidden behind the steps until the next one; 1: everything at once.",
         commands=_BOTH,
     )
+    sync_delay: int = _setting(
+        0,
+        integer("a number of steps, at least 0", "STEPS", least=0),
+        "Steps from sending a fragment to using its sum, behind which it is hidden. 0: with one fragment wait for the sum, with "
+        "several use it when the next one is sent.",
+        commands=_BOTH,
+    )
     wire: str = _setting(
         "fp32",
         one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
@@ -247,7 +254,7 @@ class Config:
     """For each setting that was set, where."""
 
 
-LOCAL_SETTINGS = ("islands", "sync_every", "local_steps", "outer_lr", "outer_momentum", "fragments")
+LOCAL_SETTINGS = ("islands", "sync_every", "local_steps", "outer_lr", "outer_momentum", "fragments", "sync_delay")
 """Those of strategy local alone."""
 
 SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Config) if f.metadata}

@@ -54,6 +54,7 @@ def init(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     fragments: int | None = None,
+    sync_delay: int | None = None,
     staleness: int | None = None,
     staleness_lr: str | None = None,
     servers: int | None = None,

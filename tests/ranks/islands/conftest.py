@@ -9,7 +9,7 @@ from evenload.testing import run_ranks
 
 
 def everything(folder: str) -> dict[str, Any]:
-    from tests.ranks.islands import test_references, test_state
+    from tests.ranks.islands import test_references, test_state, test_times
 
     torch.set_num_threads(1)
     jobs = (
@@ -19,6 +19,7 @@ def everything(folder: str) -> dict[str, Any]:
         test_state.shown,
         test_state.every_step,
         test_state.short_last_batch,
+        test_times.early,
     )
     return {job.__name__: job(f"{folder}/{job.__name__}") for job in jobs}
 

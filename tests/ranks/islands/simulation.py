@@ -26,14 +26,14 @@ NUM_SAMPLES, BATCH = 48, 12
 class Points(Dataset[Any]):
     """Points with targets, and a weight for each, so that units are not samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.x = torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)
-        self.weight = torch.randint(1, 9, (NUM_SAMPLES,), generator=generator).double()
+        self.x = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)
+        self.weight = torch.randint(1, 9, (num_samples,), generator=generator).double()
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
         return self.x[index], self.y[index], self.weight[index]
@@ -74,12 +74,16 @@ class Case:
     lr: float = 1.0
     momentum: float = 0.0
     num_fragments: int = 1
+    delay: int = 0
     gamma: float = 1.0
     """Factor of an exponential schedule."""
     wire: str = "fp32"
     order: tuple[int, ...] = (0, 1, 2)
     """Of islands, by their first ranks."""
     hidden: tuple[int, int] = (8, 6)
+    num_samples: int = NUM_SAMPLES
+    rounds: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Global steps and parts of each round in turn, where parts change; with equal steps a round is a step."""
 
 
 @dataclass
@@ -116,7 +120,7 @@ def simulate(
 
     `velocity` is changed, and holds that of the outer step. The errors of `earlier` islands go to the first one.
     """
-    data = Points()
+    data = Points(case.num_samples)
     start_model = model or build(0, case.hidden)
     islands = []
     for _ in case.parts:
@@ -176,21 +180,32 @@ def simulate(
                     tensor.copy_(start[name] + (tensor - sent[name]))
 
     num_slots = first_step * case.num_fragments // case.every
+    length = min(case.every, case.num_samples // BATCH) if case.by_speed else 1  # a round is cut at the end of an epoch
+    rounds = iter(case.rounds or itertools.repeat((length, case.parts)))
+    next_end = first_step
     for done in range(first_step + 1, case.num_steps + 1):
+        if done > next_end:
+            length, parts = next(rounds)
+            next_end += length
         if not case.by_speed:
-            _equal_step(case, islands, data, done - 1)
-        elif done % (length := min(case.every, NUM_SAMPLES // BATCH)) == 0:  # a round is cut at the end of an epoch
-            _round(case, islands, data, done - length)
+            _equal_step(case, islands, data, done - 1, parts)
+        elif done == next_end:
+            _round(case, islands, data, done - length, parts)
         while num_slots < done * case.num_fragments // case.every:
             index = num_slots % case.num_fragments
-            if case.num_fragments == 1:
+            if case.num_fragments == 1 and not case.delay:
                 send(0)
                 take(0)
             else:
                 take((index - 1) % case.num_fragments)
                 send(index)
+                sent_at = done
             num_slots += 1
-    if case.num_fragments > 1 or case.num_steps % case.every:  # the end of the run synchronises everything
+        if case.delay and pending and done == sent_at + case.delay:
+            take((num_slots - 1) % case.num_fragments)
+    if (
+        case.num_fragments > 1 or case.delay or case.num_steps % case.every
+    ):  # the end of the run synchronises everything
         for index in range(case.num_fragments):
             take(index)
         for index in range(case.num_fragments):
@@ -233,24 +248,22 @@ def _through_wire(
     return {n: torch.from_numpy(out[span] / total).view(shapes[n]) for n, span in spans.items()}
 
 
-def _equal_step(case: Case, islands: list[Island], data: Points, step: int) -> None:
-    low = step * BATCH % NUM_SAMPLES
-    for island, (first, end) in zip(
-        islands, itertools.pairwise(itertools.accumulate(case.parts, initial=0)), strict=True
-    ):
+def _equal_step(case: Case, islands: list[Island], data: Points, step: int, parts: Sequence[int]) -> None:
+    low = step * BATCH % case.num_samples
+    for island, (first, end) in zip(islands, itertools.pairwise(itertools.accumulate(parts, initial=0)), strict=True):
         for group in island.optimizer.param_groups:
             group["lr"] = island.optimizer.defaults["lr"] * case.gamma**step
         island.step(range(low + first, low + end), data)
 
 
-def _round(case: Case, islands: list[Island], data: Points, step: int) -> None:
+def _round(case: Case, islands: list[Island], data: Points, step: int, parts: Sequence[int]) -> None:
     size = BATCH // len(islands)
-    edges = list(itertools.pairwise(itertools.accumulate(case.parts, initial=0)))
+    edges = list(itertools.pairwise(itertools.accumulate(parts, initial=0)))
     for island, (first, end) in zip(islands, edges, strict=True):
         for index in range(first, end):
             for group in island.optimizer.param_groups:
                 group["lr"] = island.optimizer.defaults["lr"] * case.gamma ** (step + index - first)
-            low = (step * BATCH + index * size) % NUM_SAMPLES
+            low = (step * BATCH + index * size) % case.num_samples
             island.step(range(low, low + size), data)
 
 

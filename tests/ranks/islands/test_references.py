@@ -28,6 +28,18 @@ CASES = {
         momentum=0.9,
         num_fragments=2,
     ),
+    "delayed": Case(
+        {**FIXED, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_delay": 3}, (9, 3), adamw, lr=0.7, momentum=0.9, delay=3
+    ),
+    "delayed_fragments": Case(
+        {**FIXED, "fragments": 2, "sync_delay": 1, "wire": "fp16"},
+        (9, 3),
+        adamw,
+        num_fragments=2,
+        delay=1,
+        wire="fp16",
+        hidden=(32, 40),
+    ),
     "by_speed": Case(
         {**FIXED, "local_steps": "auto", "outer_lr": 0.7, "outer_momentum": 0.9},
         (6, 2),
@@ -106,7 +118,7 @@ def train(name: str, folder: str, settings: dict[str, Any], case: Case, num_step
             scheduler.step()
             optimizer.zero_grad()
             # Otherwise a checkpoint is a synchronisation of all fragments, or moves what the wire has lost.
-            if case.num_fragments == 1 and case.wire == "fp32":
+            if case.num_fragments == 1 and case.wire == "fp32" and not case.delay:
                 run.checkpoint(every=8)
             if step.index + 1 == num_steps and step.batch.plan.progress.ends:
                 break

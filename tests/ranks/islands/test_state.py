@@ -172,6 +172,7 @@ def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: l
         ({"sync_every": 5}, "no effect with strategy ddp"),
         ({"islands": "0"}, "no effect with strategy ddp"),
         ({"strategy": "local", "fragments": 3, "sync_every": 2}, "each fragment needs a step"),
+        ({"strategy": "local", "sync_delay": 11, "fragments": 2}, "at most 10 steps after it was sent"),
         ({"strategy": "local", "wire": "auto"}, "chooses by the noise of gradients"),
         ({"strategy": "async", "wire": "int8"}, "no effect with strategy='async'"),
         ({"strategy": "local", "batch_max": 64}, "batch_max with strategy='local'"),

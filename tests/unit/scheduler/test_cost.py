@@ -213,3 +213,20 @@ def test_the_report_names_cost_and_what_was_saved(tmp_path: Path) -> None:
     assert (row.cost, row.saved) == pytest.approx((2.0, 1.0))
     table = {"by": ["user"], "rows": [{name: getattr(row, name) for name in row.__slots__}]}
     assert report_lines(table).splitlines()[0].split()[-2:] == ["cost", "saved"]
+
+
+def test_no_policy_is_below_the_bound_and_a_lone_job_reaches_it() -> None:
+    """An hour's work on fast devices, of which slow ones do the half in time; and half of it in cheap hours."""
+    bounds = pytest.importorskip("benchmarks.bounds")
+    kinds = {"fast": bounds.PricedKind(4, 3.0, 3.0), "slow": bounds.PricedKind(4, 1.0, 1.0)}
+    job = bounds.DeadlineJob(2, 0.0, {"fast": HOUR_S, "slow": 2 * HOUR_S}, 1.5 * HOUR_S + bounds.START_S)
+    starts = 2 * bounds.START_S / 3600.0
+    assert bounds.least_cost([job], kinds, tariff_of("")) == pytest.approx(2 * (0.5 * 3 + 1.0) + starts)
+    late = bounds.DeadlineJob(1, 0.0, {"gpu": HOUR_S}, HOUR_S + bounds.START_S)
+    found = bounds.least_cost([late], {"gpu": bounds.PricedKind(1, 2.0, 1.0)}, tariff_of("0:30-1"))
+    assert found == pytest.approx(1.5, abs=0.02)
+    with pytest.raises(ValueError, match="infeasible"):
+        bounds.least_cost([late, late], {"gpu": bounds.PricedKind(1, 2.0, 1.0)}, tariff_of(""))
+    jobs = [bounds.ElasticJob(0.0, {1: 3600.0, 2: 2000.0}) for _ in range(2)]
+    least_s = bounds.least_mean_s(jobs, 2, 60.0)
+    assert 2000.0 + bounds.START_S <= least_s <= 3600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,13 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.values import POLICIES, Limits, Settings
+from evenload.scheduler.core.eligibility import PoolChoices
+from evenload.scheduler.core.limits import LimitUse
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import POLICIES, Limits, Reservation, Settings
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.elastic import Bid, Churn, share_out
+from evenload.scheduler.policies.room import Room
 from tests.unit.scheduler.queue import Queue, box, is_preemption, spec
 
 LINEAR = tuple(float(k) for k in range(1, 17))
@@ -63,7 +68,7 @@ def test_jobs_that_their_users_limit_keeps_waiting_need_no_devices(policy: str, 
     assert len(queue.devices("elastic")) == 7
 
 
-@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "goodput"])
 @pytest.mark.parametrize("num_waiting", [1, 12])
 def test_jobs_need_no_more_devices_of_a_kind_than_are_free(policy: str, num_waiting: int) -> None:
     queue = Queue([*box(8), *box(2, kind="cpu")], policy=policy)
@@ -75,6 +80,104 @@ def test_jobs_need_no_more_devices_of_a_kind_than_are_free(policy: str, num_wait
     queue.settle()
     assert len(queue.devices("elastic")) == (3 if num_waiting > 1 else 4)
     assert len(queue.devices("either")) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_jobs_of_a_kind_leave_other_kinds_to_a_job_behind_them(policy: str) -> None:
+    queue = Queue([*box(8), *box(2, kind="cpu")], policy=policy)
+    for _ in range(100):
+        queue.submit(1, kinds=("cpu",), total=10.0, rates=(1.0,))
+    queue.submit((1, 8), name="elastic", kinds=("gpu",), rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    assert len(queue.devices("elastic")) == 8 and len(queue.running) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jobs_that_a_limit_keeps_waiting_do_not_fill_the_line(policy: str) -> None:
+    queue = Queue(box(8), policy=policy)
+    queue.apply(events.LimitsSet(0.0, "bob", Limits(max_devices=1)))
+    for _ in range(100):
+        queue.submit(1, user="bob", total=10.0, rates=(1.0,))
+    queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    assert len(queue.devices("elastic")) >= (4 if policy == "goodput" else 7)  # its sizes are powers of two
+    assert len(queue.running) == 2
+
+
+@pytest.mark.parametrize("limits", [Limits(max_devices=4), Limits(max_running=1)])
+def test_goodput_gives_other_users_what_a_limit_leaves(limits: Limits) -> None:
+    queue = Queue(box(8), policy="goodput")
+    queue.apply(events.LimitsSet(0.0, "bob", limits))
+    for _ in range(4):
+        queue.submit((2, 2), user="bob", total=10.0)
+    queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    num = 4 if limits.max_devices else 2
+    assert len(queue.devices("elastic")) == 8 - num
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
+def test_an_elastic_job_starts_beside_those_that_may_not_use_reserved_devices(policy: str) -> None:
+    """Four devices are bob's: ann's two jobs share the other four, of which the rigid one needs three."""
+    queue = Queue(box(8), policy=policy)
+    reserved = frozenset(f"gpu0.{n}" for n in range(4))
+    queue.apply(events.ReservationSet(0.0, Reservation("r", reserved, 0.0, 1e6, frozenset({"bob"}))))
+    queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1.0)
+    queue.submit(3, name="rigid", total=1e6)
+    queue.settle()
+    assert queue.running == {"elastic", "rigid"}
+
+
+def test_a_job_that_waits_for_devices_counts_towards_its_users_limit() -> None:
+    """Two devices are coming free; ann may have one, so the other is bob's."""
+    queue = Queue(box(2), policy="priority", min_run_s=0.0)
+    queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=1)))
+    queue.submit(2, name="low", user="eve")
+    queue.settle()
+    for user in ("ann", "ann", "bob"):
+        queue.submit(1, user=user, name=f"{user}{queue.num}", priority=1)
+    queue.decide()
+    assert queue.state("low") is JobState.PREEMPTING
+    waits = queue.waits()
+    assert "may have 1" in waits["ann2"] and "stopping" in waits["ann1"] and "stopping" in waits["bob3"]
+
+
+@given(st.data())
+def test_room_is_what_an_assignment_of_devices_to_jobs_leaves(data: st.DataObject) -> None:
+    """Jobs take what the room offers, or keep what they hold; an exhaustive search finds as much and no more."""
+    kinds = ("a", "b", "c")
+    counts = {kind: data.draw(st.integers(0, 2)) for kind in kinds}
+    queue = Queue([device for kind, num in counts.items() for device in box(num, kind=kind)])
+    jobs = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        usable = data.draw(st.sets(st.sampled_from(kinds)))
+        jobs.append(queue.submit(1, kinds=tuple(sorted(usable)), name=f"j{queue.num}"))
+    snapshot = queue.queue_state.snapshot()
+    room = Room(snapshot.layout, PoolChoices(snapshot, 0.0), range(sum(counts.values())))
+    given_: list[tuple[str, ...]] = []
+    left = dict(counts)
+    for name in jobs:
+        job = queue.queue_state.jobs[name]
+        usable_kinds = job.spec.needs.kinds or kinds
+        most = next(n for n in range(7) if not _fits([*given_, *[usable_kinds] * (n + 1)], left))
+        assert room.most(job) == most
+        num = data.draw(st.integers(0, most))
+        kind = data.draw(st.sampled_from(kinds))
+        if data.draw(st.booleans()) and num and left[kind] >= num:
+            first = counts[kind] - left[kind]
+            kept = replace(job, devices=tuple(f"{kind}0.{n}" for n in range(first, first + num)))
+            fits = _fits(given_, {**left, kind: left[kind] - num})
+            assert room.keep(kept, num) == fits
+            left[kind] -= num if fits else 0
+        else:
+            room.take(job, num)
+            given_ += [usable_kinds] * num
+
+
+def _fits(needs: list[tuple[str, ...]], left: dict[str, int]) -> bool:
+    if not needs:
+        return True
+    return any(left[kind] and _fits(needs[1:], {**left, kind: left[kind] - 1}) for kind in needs[0])
 
 
 def test_what_a_users_limit_leaves_goes_to_other_users() -> None:
@@ -338,14 +441,16 @@ class TestGoodput:
     st.integers(0, 10),
 )
 def test_marginal_gain_is_optimal_on_concave_curves(jobs: list[tuple[float, list[float]]], num: int) -> None:
-    queue = Queue(box(1))
+    queue = Queue(box(10))
     bids = []
     for weight, steps in jobs:
         name = queue.submit(1)
         curve = [0.0, *itertools.accumulate(sorted(steps, reverse=True))]
         values = tuple(weight * v for v in curve[1:])
         bids.append(Bid(queue.queue_state.jobs[name], 0, tuple(range(1, len(curve))), values, 0.0, curve))
-    sizes = share_out(bids, num)
+    snapshot = queue.queue_state.snapshot()
+    room = Room(snapshot.layout, PoolChoices(snapshot, 0.0), range(num))
+    sizes = share_out(bids, room, LimitUse({}, ()))
     assert sum(sizes.values()) <= num
     own = sum(b.values[sizes[b.job.id] - 1] for b in bids if sizes[b.job.id])
     best = max(

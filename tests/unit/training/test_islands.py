@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 from evenload.errors import DataError, StepError
 from evenload.training.comm.islands import IslandLink, IslandMap
 from evenload.training.islands.schedulers import FollowedScheduler
-from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, at_least_one, blocks_of
+from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, ReportTimes, at_least_one, blocks_of
 from evenload.training.parallel.outer import OuterState
 
 
@@ -53,9 +53,27 @@ def test_no_island_is_left_without_samples() -> None:
 def test_blocks_hold_every_step(count: int) -> None:
     blocks = blocks_of([float(index + 1) for index in range(count)])
     assert len(blocks) == NUM_BLOCKS
-    assert (min(blocks) > 0) == (count > 0)
+    assert [block > 0 for block in blocks] == [index < count for index in range(NUM_BLOCKS)]
     if count >= NUM_BLOCKS:
         assert all(low < high for low, high in itertools.pairwise(blocks))
+
+
+def test_times_are_exchanged_early_and_then_as_often_as_is_cheap() -> None:
+    times = ReportTimes()
+    assert not times.is_due(1000)  # nothing to divide
+    times.latency_s = 0.04
+    done, at = 0, []
+    times.set(done, times.gap)
+    while done < 300:
+        done += 1
+        if times.is_due(done):
+            at.append(done)
+            times.set(done, times.next_gap(0.5, has_moved=done == 128))
+    assert at == [4, 8, 16, 32, 64, 96, 128, 136, 152, 184, 216, 248, 280]
+    # Two latencies are half a percent of 3200 steps of 5 ms, and two percent of 800.
+    assert (times.next_gap(0.005, has_moved=True), times.next_gap(0.0, has_moved=True)) == (800, 8)
+    times.gap = 3000
+    assert times.next_gap(0.005, has_moved=False) == 3200
 
 
 def make(kind: str) -> tuple[torch.optim.Optimizer, LRScheduler]:

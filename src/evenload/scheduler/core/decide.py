@@ -123,6 +123,7 @@ class _Planning:
             past=self.snapshot.past,
             oldest=oldest_work([*jobs, *settled], self.now_s),
             layout=layout,
+            choices=self.choices,
             tariff=tariff_of(self.settings.cheap_hours, self.snapshot.midnight_s),
         )
 
@@ -219,13 +220,12 @@ class _Planning:
             return True
         if window is not None and ends_s > window.start_s:
             return False
-        if free.num_coming and free.place(choice, num, soon=True) is not None:
-            self._wait(job, "waits for devices of jobs that are stopping")
-            return True
-        if self.candidates.preempt_for(job, choice, least, free):
-            self._wait(job, "waits for devices of jobs that are to stop for it")
-            return True
-        return False
+        comes = free.num_coming > 0 and free.place(choice, num, soon=True) is not None
+        if not comes and not self.candidates.preempt_for(job, choice, least, free):
+            return False
+        self.limits.add(job, num if comes else least)
+        self._wait(job, f"waits for devices of jobs that are {'stopping' if comes else 'to stop for it'}")
+        return True
 
     def _may_pass(self, job: Job) -> bool:
         """Reserve devices for a job that can't start; False if no later job may pass it."""

@@ -107,9 +107,7 @@ def is_bound(job: Job, settings: Settings, now_s: float) -> bool:
 
 def is_young(job: Job, settings: Settings, now_s: float) -> bool:
     """Return whether its minimum run time protects it from jobs of its class; not over its soft limit."""
-    if now_s - job.attempt_began_s >= settings.min_run_s:
-        return False
-    return not is_overdue(job, now_s)
+    return now_s - job.attempt_began_s < settings.min_run_s and not is_overdue(job, now_s)
 
 
 def is_overdue(job: Job, now_s: float) -> bool:

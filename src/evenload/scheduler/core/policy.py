@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evenload.balance.run_times import NOTHING_SEEN, PastRuns
+from evenload.scheduler.core.eligibility import PoolChoices
 from evenload.scheduler.core.layout import Layout
 from evenload.scheduler.core.values import Job, Settings, User
 from evenload.scheduler.tariff import Tariff
@@ -31,6 +32,7 @@ class PolicyInput:
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     layout: Layout
+    choices: PoolChoices
     tariff: Tariff
     past: PastRuns = NOTHING_SEEN
     oldest: Mapping[str, float] = field(default_factory=dict)

@@ -7,7 +7,6 @@ whose deadline can't be met any more runs at best effort, as one without a deadl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -61,22 +60,12 @@ def cost(inputs: PolicyInput) -> PolicyDecision:
     return PolicyDecision(
         order=[*order, *(job for job in inputs.jobs if job.id in held)],
         preempts=True,
-        sizes=_sizes(inputs, order, sizes, usual.sizes),
+        sizes={**spread_rest(inputs, order, sizes), **sizes} if sizes else usual.sizes,
         held=held,
         kinds=kinds,
         leading=frozenset(slacks),
         deadline_notes=notes,
     )
-
-
-def _sizes(
-    inputs: PolicyInput, order: list[Job], planned: Mapping[str, int], usual: Mapping[str, int]
-) -> Mapping[str, int]:
-    """Size the elastic jobs: those with a deadline as planned, the others by ``default`` from what these leave."""
-    if not planned:
-        return usual
-    left = replace(inputs, num_devices=max(0, inputs.num_devices - sum(planned.values())))
-    return {**spread_rest(left, [job for job in order if job.id not in planned]), **planned}
 
 
 def _waits_for_cheap_hours(inputs: PolicyInput, job: Job, offers: list[KindOffer]) -> bool:

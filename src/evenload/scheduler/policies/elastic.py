@@ -10,10 +10,10 @@ relaxation). A gang of at least m devices is one segment from 0 to m.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from evenload.scheduler.core.estimates import change_s, work_left
@@ -22,6 +22,7 @@ from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 from evenload.scheduler.policies.guesses import guessed_s
+from evenload.scheduler.policies.room import Room, room_of
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
@@ -150,10 +151,10 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
 
 
-def share_out(bids: Sequence[Bid], num_devices: int, limits: LimitUse | None = None) -> dict[str, int]:
-    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors.
+def share_out(bids: Sequence[Bid], room: Room, limits: LimitUse) -> dict[str, int]:
+    """Return the sizes that maximise the sum of values within the room, in which the floors have theirs.
 
-    With `limits`, in which the floors are counted, no user gets more than they may have; what they get is counted there too.
+    No user gets more than the limits allow, in which the floors are counted too; what jobs get is counted in both.
     """
     segments = []
     for index, offer in enumerate(bids):
@@ -161,53 +162,58 @@ def share_out(bids: Sequence[Bid], num_devices: int, limits: LimitUse | None = N
             segments.append((-slope, index, low, high))
     segments.sort()
     sizes = {offer.job.id: offer.floor for offer in bids}
-    for slope, index, low, high in segments:
+    for _, index, low, high in segments:
         offer = bids[index]
-        if num_devices <= 0:
+        job = offer.job
+        if room.num_left <= 0:
             break
-        if sizes[offer.job.id] != low or slope >= 0:
+        if sizes[job.id] != low or (low == 0 and limits.reached(job)):
             continue
-        user = offer.job.spec.user
-        room = num_devices if limits is None else limits.most(user, num_devices)
-        high = high if high - low <= room else _largest_that_pays(offer, low, low + room)
+        most = limits.most(job.spec.user, room.most(job))
+        high = high if high - low <= most else _largest_that_pays(offer, low, low + most)
         if high > low and offer.speedups[high] > offer.speedups[low]:
-            sizes[offer.job.id] = high
-            num_devices -= high - low
-            if limits is not None:
-                limits.grow(user, high - low)
+            sizes[job.id] = high
+            room.take(job, high - low)
+            if low == 0:
+                limits.add(job, high)
+            else:
+                limits.grow(job.spec.user, high - low)
     return sizes
 
 
-def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
+def spread_rest(
+    inputs: PolicyInput, order: Sequence[Job], planned: Mapping[str, int] = MappingProxyType({})
+) -> Mapping[str, int]:
     """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
-    Rigid jobs, and those for which no devices are left or which a limit keeps waiting, are not in the result.
+    Rigid jobs, and those for which no devices are left or which a limit keeps waiting, are not in the result; nor are those
+    whose sizes are `planned`, which get these in their turn.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return {}
-    left, churn, limits = inputs.num_devices, churn_of(inputs), LimitUse(inputs.users, ())
+    room, churn, limits = room_of(inputs), churn_of(inputs), LimitUse(inputs.users, ())
     for job in inputs.holders:
         limits.add(job, _least(inputs, job))
-    pools, pool_of, index = inputs.layout.pools, inputs.layout.pool_of, inputs.layout.index
-    free = Counter([pool_of[slot] for slot in inputs.free])
-    held: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    """User → pools of the devices that their own jobs hold."""
     for job in order:
-        held[job.spec.user].update([pool_of[index[device]] for device in job.devices])
+        if job.id in inputs.keeping:
+            room.keep(job, _least(inputs, job))
     bids = []
     for job in order:
-        if left <= 0:
-            break
-        least = _least(inputs, job)
-        if least > left or (not job.devices and limits.reached(job)):
+        own, needs = _least(inputs, job), job.spec.needs
+        least = planned.get(job.id, own)
+        num_kept = min(least, len(job.devices))
+        if num_kept:
+            if job.id not in inputs.keeping and not room.keep(job, num_kept):
+                continue
+        elif room.num_left <= 0 or limits.reached(job) or room.most(job) < least:
             continue
-        left -= least
-        own, needs = held[job.spec.user], job.spec.needs
-        if not job.devices and sum([free[n] + own[n] for n, pool in enumerate(pools) if pool.suits(needs)]) >= least:
-            limits.add(job, least)  # what a job that can't start might get later keeps no other one small
-        if job.spec.needs.min_devices < job.spec.needs.max_devices:
+        else:
+            limits.add(job, own)
+        room.take(job, least - num_kept)
+        limits.grow(job.spec.user, least - own)
+        if needs.min_devices < needs.max_devices and job.id not in planned:
             bids.append(bid(inputs, job, 1.0, least, churn))
-    return share_out(bids, left, limits)
+    return share_out(bids, room, limits)
 
 
 def _least(inputs: PolicyInput, job: Job) -> int:
@@ -218,50 +224,24 @@ def _least(inputs: PolicyInput, job: Job) -> int:
     return len(job.devices) or least
 
 
-def starting_sizes(inputs: PolicyInput) -> Mapping[str, int]:
+def starting_sizes(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int]:
     """Size the elastic jobs that start, for a policy that resizes no running one: they share what no other job needs."""
-    pending = [job for job in inputs.jobs if not job.devices]
+    pending = [job for job in order if not job.devices]
     if not inputs.free or not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in pending):
         return {}
-    pools, limits, churn = inputs.layout.pools, LimitUse(inputs.users, inputs.holders), churn_of(inputs)
-    usable: dict[int, frozenset[int]] = {}
-    """By the identity of their needs: most jobs' are one object."""
-    needed: Counter[frozenset[int]] = Counter()
-    """Pools → how many of their devices the jobs need that can use just these."""
-    elastic: defaultdict[frozenset[int], list[Job]] = defaultdict(list)
-    free = Counter([inputs.layout.pool_of[slot] for slot in inputs.free])
-    num_free: dict[frozenset[int], int] = {}
+    room, churn = Room(inputs.layout, inputs.choices, inputs.free), churn_of(inputs)
+    limits, bids = LimitUse(inputs.users, inputs.holders), []
     for job in pending:
         needs = job.spec.needs
-        if (own := usable.get(id(needs))) is None:
-            own = usable[id(needs)] = frozenset([index for index, pool in enumerate(pools) if pool.suits(needs)])
-            num_free[own] = sum([free[pool] for pool in own])
-        if needed[own] + needs.min_devices > num_free[own] or limits.reached(job):
+        if room.num_left <= 0:
+            break
+        if room.most(job) < needs.min_devices or limits.reached(job):
             continue
         limits.add(job, needs.min_devices)
-        needed[own] += needs.min_devices
+        room.take(job, needs.min_devices)
         if needs.min_devices < needs.max_devices:
-            elastic[own].append(job)
-    sizes: dict[str, int] = {}
-    for own, jobs in elastic.items():
-        if (spare := _spare(free, needed, own)) > 0:
-            bids = [bid(inputs, job, 1.0, job.spec.needs.min_devices, churn) for job in jobs]
-            found = share_out(bids, spare, limits)
-            needed[own] += sum(found.values()) - sum([offer.floor for offer in bids])
-            sizes |= found
-    return sizes
-
-
-def _spare(free: Mapping[int, int], needed: Mapping[frozenset[int], int], own: frozenset[int]) -> int:
-    """Return how many free devices of these pools nobody needs: the jobs with the least choice first, elsewhere if they can."""
-    left = dict(free)
-    for pools in sorted(needed, key=len):
-        num = needed[pools]
-        for pool in sorted(pools, key=lambda pool: (pool in own, pool)):
-            part = min(num, left.get(pool, 0))
-            left[pool] = left.get(pool, 0) - part
-            num -= part
-    return sum([left.get(pool, 0) for pool in own])
+            bids.append(bid(inputs, job, 1.0, needs.min_devices, churn))
+    return share_out(bids, room, limits)
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:

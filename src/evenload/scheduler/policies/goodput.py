@@ -22,6 +22,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 
 from evenload.scheduler.core.estimates import left_s
+from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies.elastic import (
@@ -34,6 +35,7 @@ from evenload.scheduler.policies.elastic import (
     speedups,
     worth_of_change,
 )
+from evenload.scheduler.policies.room import room_of
 from evenload.scheduler.policies.shares import relative_use
 
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
@@ -53,21 +55,27 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     order = sorted(everyone, key=lambda job: keys[job.id])
     movable = {job.id for job in inputs.jobs}
     kept = {job.id: num for job in inputs.jobs if (num := _num_kept(inputs, job))}
-    left, churn = inputs.num_devices - sum(kept.values()), churn_of(inputs)
+    settled = [job for job in inputs.holders if job.id not in movable]
+    limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, settled)
+    room, churn = room_of(inputs), churn_of(inputs)
+    for job in inputs.jobs:
+        if job.id in kept:
+            room.keep(job, kept[job.id])
+            limits.add(job, kept[job.id])
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
-        bids = []
-        num_requested = 0
+        bids: list[Bid] = []
+        line = room.times(_LINE)
         for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True):
             if not job.devices:
-                if num_requested > _LINE * left:
+                if line.most(job) < 0 or in_line.reached(job):
                     continue
-                num_requested += job.spec.needs.min_devices
+                line.take(job, job.spec.needs.min_devices)
+                in_line.add(job, job.spec.needs.min_devices)
             if job.id in movable:
                 bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank, churn))
-        sizes |= share_out(bids, left)
-        left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
+        sizes |= share_out(bids, room, limits)
     return PolicyDecision(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 
 

@@ -24,4 +24,4 @@ def las(inputs: PolicyInput) -> PolicyDecision:
         return -job.spec.priority, queue, job.submitted_s
 
     order = sorted(inputs.jobs, key=key)
-    return PolicyDecision(order=order, preempts=True, reserves=False, sizes=starting_sizes(inputs))
+    return PolicyDecision(order=order, preempts=True, reserves=False, sizes=starting_sizes(inputs, order))

@@ -12,4 +12,4 @@ def priority(inputs: PolicyInput) -> PolicyDecision:
     order = sorted(
         inputs.jobs, key=lambda job: (-job.spec.priority, job.state is not JobState.RUNNING, job.submitted_s)
     )
-    return PolicyDecision(order=order, preempts=True, sizes=starting_sizes(inputs))
+    return PolicyDecision(order=order, preempts=True, sizes=starting_sizes(inputs, order))

@@ -13,7 +13,7 @@ from evenload.scheduler.policies.guesses import guessed_s
 def srpt(inputs: PolicyInput) -> PolicyDecision:
     """Apply Smith's rule to gangs: with equal weights, least remaining device-seconds first."""
     order = sorted(inputs.jobs, key=lambda job: (-job.spec.priority, work(inputs, job), job.submitted_s))
-    return PolicyDecision(order=order, preempts=True, sizes=starting_sizes(inputs))
+    return PolicyDecision(order=order, preempts=True, sizes=starting_sizes(inputs, order))
 
 
 def work(inputs: PolicyInput, job: Job) -> float:

@@ -19,6 +19,8 @@ class BatchPlace:
     """Counts this island's batches of these steps."""
     num_batches: int
     num_steps: int
+    first: int
+    """This island's first batch among those of all islands in these steps."""
 
     @property
     def is_last(self) -> bool:

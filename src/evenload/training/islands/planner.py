@@ -18,7 +18,7 @@ from evenload.errors import ConfigError
 from evenload.training.comm.control import Control
 from evenload.training.comm.islands import IslandMap
 from evenload.training.data.places import BatchPlace, RoundPlanner
-from evenload.training.islands.shares import IslandShares, at_least_one
+from evenload.training.islands.shares import FIRST_GAP, IslandShares, at_least_one
 from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import Planner
 
@@ -55,6 +55,7 @@ class IslandPlanner(Planner, RoundPlanner):
         self._world = world
         self._whole_size = batch_size
         self._sync_every = sync_every
+        self._cut_at: int | None = None
         self.by_speed = by_speed = by_speed and count > 1
         per_rank = (
             balance
@@ -88,8 +89,16 @@ class IslandPlanner(Planner, RoundPlanner):
 
     def set_parts(self, shares: Sequence[int]) -> None:
         """Divide over the islands in this way from the next plan on; all ranks alike."""
+        before = self.own_size
         self.parts.set(shares)
-        self.resize(self.own_size, None)
+        if self.own_size != before:
+            self.resize(self.own_size, None)
+        self._revision += 1
+
+    def cut_round(self, step: int) -> None:
+        """Let a round end at this step of the run, which lies in it; all ranks alike."""
+        self._cut_at = step
+        self._revision += self.by_speed
 
     def check_last_batch(self, num_samples: int) -> None:
         """Raise DataError before training, not at the end of an epoch, if the last batch is too short; 0: there is none."""
@@ -107,14 +116,16 @@ class IslandPlanner(Planner, RoundPlanner):
 
     def place(self, step: int, global_step: int, num_steps: int) -> BatchPlace:
         length = min(self._sync_every - global_step % self._sync_every, num_steps - step)
-        low, high = self._batches(length)
-        return BatchPlace(step, global_step * len(self.islands), 0, high - low, length)
+        if self._cut_at is None:
+            self._cut_at = global_step + FIRST_GAP if self.adapts_parts else 0
+        if self._cut_at > global_step:
+            length = min(length, self._cut_at - global_step)
+        low, high = self.parts.cut(len(self.islands) * length)[self.islands.own :][:2]
+        return BatchPlace(step, global_step * len(self.islands), 0, high - low, length, low)
 
     def plan_at(self, place: BatchPlace, epoch: int, bounds: Sequence[int]) -> StepPlan:
         count = len(self.islands)
-        first, _ = self._batches(place.num_steps)
-        # An island's last batch may be asked for once more while shares change: the loader then cuts anew.
-        ahead, piece = divmod(min(first + place.index, count * place.num_steps - 1), count)
+        ahead, piece = divmod(place.first + place.index, count)
         low, high = bounds[place.step + ahead], bounds[place.step + ahead + 1]
         edges = self._pieces(high - low)
         before, after = (
@@ -123,10 +134,6 @@ class IslandPlanner(Planner, RoundPlanner):
         own = super().plan(epoch, before, place.number, low + edges[piece], edges[piece + 1] - edges[piece])
         ends = (place.num_batches, place.num_steps) if place.is_last else None
         return replace(own, of=StepProgress(after, bounds[after], bounds[after] - bounds[before], ends))
-
-    def _batches(self, num_steps: int) -> list[int]:
-        """Return the first and the end of this island's batches of so many steps."""
-        return self.parts.cut(len(self.islands) * num_steps)[self.islands.own :][:2]
 
     def _pieces(self, num_samples: int) -> list[int]:
         """Return the edges of the equal batches of a step."""

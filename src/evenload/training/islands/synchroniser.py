@@ -3,8 +3,9 @@
     body of step s ends -> s + 1 = a multiple of sync_every: outer step (parallel/outer.py) -> one row of each rank:
     times, units, loss, stop requests -> rank 0 divides the batch anew -> the next body
 
-With P fragments one is sent P times in this period, and used at the next of these times. A checkpoint needs synchronised
-weights: it is written at the end of a period, after all fragments were synchronised at once.
+Times are exchanged between two synchronisations too (`ReportTimes`), which costs two latencies and sums nothing.
+With P fragments one is sent P times in this period, and used at the next of these times, or `sync_delay` steps later. A
+checkpoint needs synchronised weights: it is written at the end of a period, after all fragments were synchronised at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from evenload.training.comm.control import Operation
 from evenload.training.comm.islands import IslandLink, IslandMap
 from evenload.training.islands.planner import IslandPlanner
 from evenload.training.islands.schedulers import FollowedScheduler, follow_all
-from evenload.training.islands.shares import NUM_BLOCKS, blocks_of
+from evenload.training.islands.shares import NUM_BLOCKS, ReportTimes, blocks_of
 from evenload.training.parallel.outer import OuterState
 from evenload.training.parallel.wire.outer_wire import OuterWire
 from evenload.training.step.context import TrainingContext
@@ -56,12 +57,18 @@ class IslandSynchroniser(StepListener):
         self._wire = OuterWire(config.wire, self._link, config.seed) if has_wire and len(islands) > 1 else None
         self._outer: OuterState | None = None
         self._loaded: Mapping[str, Any] = {}
+        self._delay = config.sync_delay
+        self._streams = config.fragments > 1 or config.sync_delay > 0
+        """True if sums are hidden behind steps."""
         self._num_slots = 0
         """Fragments sent so far, counted from the first step of the run."""
+        self._take_at: int | None = None
+        """Number of steps after which the sum in progress is used; None: before the next fragment is sent."""
         self._clean_at = 0
         """Number of steps after which the weights were those of all islands."""
         self._seconds: list[float] = []
-        self._sync_s = 0.0
+        self._times = ReportTimes()
+        self._sync_s = self._spent_s = 0.0
         self._loss_sum = self._loss_units = 0.0
         self._followed: list[FollowedScheduler] = []
         self._ends: tuple[int, int] | None = (1, 1)
@@ -85,7 +92,7 @@ class IslandSynchroniser(StepListener):
         """Return whether a checkpoint may be written here; if not, and it is wanted `now`, ask for one at the next chance."""
         self._settle_body()
         loop = self._context.loop
-        if self.is_clean or (self._num_fragments > 1 and loop.steps_done % self._every == 0 and not self._is_inside):
+        if self.is_clean or (self._streams and loop.steps_done % self._every == 0 and not self._is_inside):
             return True
         self._asks = self._asks or now
         return False
@@ -153,25 +160,38 @@ class IslandSynchroniser(StepListener):
         outer, done = self._outer, self._context.loop.steps_done
         if outer is None:
             return
-        due = done * self._num_fragments // self._every
-        if due == self._num_slots:
+        due, count = done * self._num_fragments // self._every, self._num_fragments
+        is_whole = due // count > self._num_slots // count
+        takes = self._take_at is not None and done >= self._take_at
+        is_timed = self._times.is_due(done) and not self._is_inside
+        if due == self._num_slots and not takes and not is_timed:
             return
         began_s = time.perf_counter()
         with self._context.clock.segment("comm"):
             outer.check_frozen()
             units = self._units()
+            if self._streams and is_whole:
+                self._report(self._spent_s)  # before the link is busy
+            sums_since_s = time.perf_counter()
             while self._num_slots < due:
-                index = self._num_slots % self._num_fragments
-                if self._num_fragments == 1:
+                index = self._num_slots % count
+                self._num_slots += 1
+                if not self._streams:
                     outer.synchronise(units)
                     self._clean_at = done
-                else:
-                    outer.take((index - 1) % self._num_fragments)
-                    outer.send(index, units)
-                self._num_slots += 1
+                    continue
+                outer.take((index - 1) % count)
+                outer.send(index, units)
+                self._take_at = -(-self._num_slots * self._every // count) + self._delay if self._delay else None
+            if self._take_at is not None and done >= self._take_at:
+                outer.take((self._num_slots - 1) % count)
+                self._take_at = None
+            self._spent_s += time.perf_counter() - sums_since_s
             self._report_wire(outer)
-            if due % self._num_fragments == 0:
-                self._report(time.perf_counter() - began_s)
+            if not is_whole and is_timed:
+                self._report(None)
+            elif is_whole and not self._streams:
+                self._report(self._spent_s)
         self._sync_s += time.perf_counter() - began_s
 
     def finish(self) -> None:
@@ -216,6 +236,9 @@ class IslandSynchroniser(StepListener):
         self._loaded = {}
         done = context.loop.steps_done
         self._clean_at, self._num_slots = done, done * self._num_fragments // self._every
+        planner = self._loaders[0].planner
+        if isinstance(planner, IslandPlanner) and planner.adapts_parts:
+            self._report_next(done, self._times.gap)
         self._followed = follow_all(context.registry.values()) if by_speed else []
         context.recorder.event("islands", self._describe(), islands=[list(ranks) for ranks in self._islands.ranks])
 
@@ -244,9 +267,10 @@ class IslandSynchroniser(StepListener):
         )
         named = f"{count} island{'s' if count > 1 else ''} (ranks {self._islands})"
         text = f"{named}, synchronised every {self._every} steps by {how}"
-        if self._num_fragments > 1:
-            delay = self._every / self._num_fragments
-            text += f", in {self._num_fragments} fragments, each used {delay:g} steps after it was sent"
+        if self._streams:
+            delay = self._delay or self._every / self._num_fragments
+            what = f"in {self._num_fragments} fragments, each" if self._num_fragments > 1 else "and their sum"
+            text += f", {what} used {delay:g} steps after it was sent"
         if config.wire != "fp32":
             text += f", sent as {config.wire}" if count > 1 else f"; wire={config.wire} has no effect: nothing is sent"
         if count > 1:
@@ -279,35 +303,40 @@ class IslandSynchroniser(StepListener):
             loop.step.commit()
             self.catch_up()
 
-    def _report(self, seconds: float) -> None:
-        """Exchange what islands know of each other, and divide the batch anew where that pays."""
+    def _report(self, seconds: float | None) -> None:
+        """Exchange what islands know of each other, and divide the batch anew where that pays.
+
+        `seconds` were spent on sums since the synchronisation before; None between two of them, where only times count.
+        """
         context, loop = self._context, self._context.loop
         planner = self._loaders[0].planner
-        own = blocks_of(self._seconds)
+        own_s = blocks_of(self._seconds)
+        step_s = sum(self._seconds) / max(len(self._seconds), 1)
         self._seconds = []
         if isinstance(planner, IslandPlanner) and planner.by_speed:
-            own = [planner.parts.shares[self._islands.own] * time_s for time_s in own]
-        row = [
-            context.engine.elapsed_s,
-            float(stop_requested() and context.spec.mode == "train"),
-            float(self._asks),
-            self._loss_sum,
-            self._loss_units,
-            *own,
-        ]
-        self._loss_sum = self._loss_units = 0.0
-        rows = context.control.exchange(Operation.SYNCHRONISE, row)
+            own_s = [planner.parts.shares[self._islands.own] * time_s for time_s in own_s]
+        row = [context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0]
+        if seconds is not None:
+            stops = stop_requested() and context.spec.mode == "train"
+            row[1:] = float(stops), float(self._asks), self._loss_sum, self._loss_units
+            self._asks, self._loss_sum, self._loss_units, self._spent_s = False, 0.0, 0.0, 0.0
+        rows = context.control.exchange(Operation.SYNCHRONISE, [*row, *own_s])
         leaders = [rows[rank] for rank in self._islands.leaders]
-        context.engine.elapsed_s = rows[0][0]
-        loop.stop_requested = loop.stop_requested or any(row[1] for row in rows)
-        self._asks, self.owes_checkpoint = False, any(row[2] for row in rows)
-        units = sum(row[4] for row in leaders)
-        shares: list[int] | None = None
         if isinstance(planner, IslandPlanner) and planner.adapts_parts:
             decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
-            shares = context.control.agree([] if decision is None else decision.shares)
+            gap = self._times.next_gap(step_s, has_moved=decision is not None)
+            began_s = time.perf_counter()
+            gap, *shares = context.control.agree([gap, *(() if decision is None else decision.shares)])
+            self._times.latency_s = time.perf_counter() - began_s
+            self._report_next(loop.steps_done, gap)
             if shares:
                 self._divide(shares)
+        if seconds is None:
+            return
+        context.engine.elapsed_s = rows[0][0]
+        loop.stop_requested = loop.stop_requested or any(row[1] for row in rows)
+        self.owes_checkpoint = any(row[2] for row in rows)
+        units = sum(row[4] for row in leaders)
         context.recorder.event(
             "synchronised",
             "",
@@ -317,6 +346,13 @@ class IslandSynchroniser(StepListener):
             loss=sum(row[3] for row in leaders) / units if units else None,
             parts=list(planner.parts.shares) if isinstance(planner, IslandPlanner) else [],
         )
+
+    def _report_next(self, done: int, gap: int) -> None:
+        """Exchange times `gap` steps after `done`, unless a synchronisation comes first."""
+        self._times.set(done, gap)
+        for loader in self._loaders:
+            if isinstance(loader.planner, IslandPlanner):
+                loader.planner.cut_round(done + gap)
 
     def _report_wire(self, outer: OuterState) -> None:
         """Report once what the format of the wire sends and loses."""

@@ -234,6 +234,11 @@ def _check_local(config: Config, mode: str) -> None:
             f"fragments={config.fragments} with sync_every={config.sync_every}: each fragment needs a step of its own; set "
             "fewer fragments, or a larger sync_every"
         )
+    if config.sync_delay * config.fragments > config.sync_every:
+        raise ConfigError(
+            f"sync_delay={config.sync_delay} with sync_every={config.sync_every} and fragments={config.fragments}: a sum is used "
+            f"before the next one begins, at most {config.sync_every // config.fragments} steps after it was sent"
+        )
 
 
 def _open_records(
