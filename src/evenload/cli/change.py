@@ -56,6 +56,10 @@ def change(
     from evenload.records.reader import is_run
 
     runs = [text for text in jobs if is_run(Path(text))]
+    if not_runs := [text for text in jobs if "/" in text and text not in runs]:
+        raise ConfigError(
+            f"{not_runs[0]}: there is no run in this folder, or it has not begun; give the project_dir of a run"
+        )
     if runs:
         _change_runs(runs, jobs, values, hold or release)
         return

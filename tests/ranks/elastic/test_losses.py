@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -125,7 +126,14 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
-    seen: dict[str, Any] = {"losses": {}, "sizes": {}, "evaluated": []}
+    seen: dict[str, Any] = {"losses": {}, "sizes": {}, "evaluated": [], "looks": []}
+    get_objects = gc.get_objects
+
+    def looked(generation: int | None = None) -> list[Any]:
+        seen["looks"].append(run.world_size)
+        return get_objects(generation)
+
+    gc.get_objects = looked
     for _ in range(loader.epoch, EPOCHS):
         for step in loader:
             fault.step = step.index
@@ -227,6 +235,8 @@ def test_a_rank_joins_and_another_leaves(tmp_path: Path) -> None:
         assert all(loss == pytest.approx(losses[index], rel=1e-12) for index, loss in seen["losses"].items())
         assert seen["rank"] == rank and seen["evaluated"][-1][1] == data().tensors[0][:, 0].tolist()
     assert min(results["j0"]["losses"]) == 7
+    # To look through all objects takes long: while the others wait, a rank that joins does so once, for the gradient contract.
+    assert results["j0"]["looks"] == [1, 3] and set(results["w2"]["looks"]) == {3}
     assert [results["w2"]["sizes"][index] for index in (1, 3, 7, 13)] == [3, 2, 3, 2]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     kinds = [event["kind"] for event in events if event.get("kind") in ("lost", "joined", "left", "rebuilt")]

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from evenload.testing.ledger import SampleLedger
 torch.set_default_dtype(torch.float64)
 every, resumes, fault = int(sys.argv[1]), sys.argv[2] == "resumes", sys.argv[3]
-def die(when, rank, number="SIGKILL"):
-    mark = Path(f"died-{rank}")
-    if fault == when and not mark.exists():
+def die(when, rank):
+    mark, (point, _, number) = Path(f"died-{rank}"), fault.partition(":")
+    if point == when and not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), getattr(signal, number))
+        os.kill(os.getpid(), getattr(signal, number or "SIGKILL"))
 run = evenload.init(seed=0, project_dir="run")
 with open("pids", "a") as file:
     print(os.getpid(), file=file)
@@ -115,6 +115,19 @@ def test_a_loss_before_the_first_step_starts_again_from_the_beginning(tmp_path):
     code, _, stderr = train(tmp_path, fault="preamble")
     assert code == 0 and "the run starts again from the beginning (restart 1 of 3)" in stderr, stderr
     assert len(restarts(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "where"),
+    [("one:SIGSTOP", LOCAL, "the checkpoint of step 10"), ("preamble:SIGSTOP", (), "the beginning")],
+    ids=["local", "preamble"],
+)
+def test_a_stopped_rank_without_which_the_others_cannot_go_on(tmp_path, fault, options, where):
+    code, _, stderr = train(tmp_path, *options, fault=fault)
+    assert code == 0 and f" starts again from {where}" in stderr, stderr
+    [event] = restarts(tmp_path)
+    assert "rank 1 (cpu) does not respond: its process has been stopped (SIGSTOP) for 4." in event.fields["reason"]
+    assert [record.step for record in read_steps(tmp_path / "run")] == [*range(24)]
 
 
 @pytest.mark.parametrize("every", [5, 0])

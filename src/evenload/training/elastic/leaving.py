@@ -45,7 +45,8 @@ class ComputingRanks(StepListener):
             return
         if not self._has_begun:
             self._has_begun = True
-            self._check_registered()
+            if not self._context.spec.joining:  # it was admitted because nothing is missing
+                self._check_registered()
         began_s = time.perf_counter()
         if self.set_out(() if step.arm else step.batch.plan.out, step.index):
             step.planner.set_return_price(time.perf_counter() - began_s)

@@ -10,6 +10,8 @@ from evenload.training.launch.environment import WorkerSpec, at_device
 from evenload.training.launch.membership_decider import MembershipDecider
 from evenload.training.launch.remote_workers import place_of
 from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.restarts import can_start_again
+from evenload.training.launch.run_control import read_run_folder
 from evenload.training.launch.run_members import RunMembers
 
 
@@ -47,6 +49,10 @@ class ChangeableMembers(RunMembers):
             settings["balance"] = tuple(shares[index] for index in places)
         throttle = tuple(speeds[n] if n < len(speeds) else 1.0 for n in places) if speeds else ()
         return replace(request, devices=",".join(ranks), settings=settings, throttle=throttle)
+
+    def _can_start_again(self) -> bool:
+        used = self._decider.num_restarts if self._decider is not None else 0
+        return can_start_again(self._host.request, used, read_run_folder(self._host.folder), self._host.began_s)
 
     def why_not_change(self) -> str:
         """Return why the members of this run can't change now; empty if they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ class HostWorkers:
         self.request = request
         self.folder = folder
         self.outputs = outputs
+        self.began_s = time.time()
         self.throttle: ThrottleController | None = None
         self._command = resume_command(request.arguments, is_call=bool(request.call))
         self._processes: dict[str, WorkerProcess] = {}

@@ -219,9 +219,10 @@ class MembershipDecider:
         instructions: list[Instruction] = []
         lost_members = [loss for loss in losses if loss.worker in self._effective and loss.worker not in self._lost]
         lost_joiners = [loss for loss in losses if loss.worker in self._joiners]
-        self.losses = [*self.losses, *lost_members][-_NUM_LOSSES:]
         if lost_members and (why := self.why_not_without([loss.worker for loss in lost_members])):
-            return [EndRun("\n".join([*(loss.reason for loss in self.losses), f"the run can't go on: {why}"]))]
+            causes = [*(loss.reason for loss in lost_members), *(f"lost before: {loss.reason}" for loss in self.losses)]
+            return [EndRun("\n".join([*causes, f"the run can't go on: {why}"]))]
+        self.losses = [*self.losses, *lost_members][-_NUM_LOSSES:]
         in_admission = self._pending.joined if self._pending is not None else ()
         for loss in lost_joiners:
             del self._joiners[loss.worker]

@@ -31,6 +31,20 @@ def cause_of(failure: FailureReport, text: str) -> FailureCause:
     return FailureCause(text, failure.exit_code, failure.consequence, failure.time_s, lost)
 
 
+def can_start_again(request: LaunchRequest, num_restarts: int, folder: Path | None, began_s: float) -> bool:
+    """Return True if `restart` would return a launch; `num_restarts`: those of the place that has had most."""
+    if not _may_start_again(request) or num_restarts >= request.max_restarts:
+        return False
+    if folder is None or last_step_in(folder, since_s=began_s) < 0:
+        return True
+    return any(found.is_last for found in list_checkpoints(folder))
+
+
+def _may_start_again(request: LaunchRequest) -> bool:
+    is_training = request.mode == "train" and not request.call and not request.settings.get("dry_run")
+    return is_training and request.max_restarts > 0 and not stop_requested()
+
+
 def restart(
     request: LaunchRequest,
     text: str,
@@ -45,8 +59,7 @@ def restart(
     `ChangeableMembers.for_restart` returned before the ranks were ended.
     """
     used, limit = before.num_restarts, request.max_restarts
-    is_training = request.mode == "train" and not request.call and not request.settings.get("dry_run")
-    if not is_training or not limit or stop_requested():
+    if not _may_start_again(request):
         return None, text
     if used >= limit:
         return None, f"{text}\nit doesn't start again: its {used} restarts are used up (--max-restarts {limit})"

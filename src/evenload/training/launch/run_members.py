@@ -319,7 +319,7 @@ class RunMembers:
         self._act(decider.lost([LostWorker(suspect, text, time.time())]))
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
-        """Kill a member that stalls the others, if they can go on without it; print a line otherwise."""
+        """Kill a member that stalls the others, if they can go on without it or start again; print a line otherwise."""
         members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
         found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
         for name, reason in found.absent.items():
@@ -328,12 +328,15 @@ class RunMembers:
             text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
             if self._workers[name].poll() is not None:
                 continue  # its end is dealt with
-            if not (why := decider.why_not_without([name])):
+            if not (why := decider.why_not_without([name])) or self._can_start_again():
                 self._forget(name)
                 self._act(decider.lost([LostWorker(name, text, time.time())]))
             elif name not in self._reported_stalls:
                 self._reported_stalls.add(name)
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
+
+    def _can_start_again(self) -> bool:  # all ranks; those of several machines never do
+        return False
 
     # -- processes ------------------------------------------------------------------------------------------------------
 
@@ -342,8 +345,7 @@ class RunMembers:
             process = self._workers.get(name)
             if process is None or name in decider.members:  # not started yet; a member's end is dealt with in `absorb`
                 continue
-            report = process.read_failure()
-            code = process.poll()
+            report, code = process.read_failure(), process.poll()
             if report is None and code is None:
                 continue
             report = report or process.read_failure()

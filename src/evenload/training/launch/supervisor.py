@@ -104,7 +104,6 @@ def _print(text: str) -> None:
 class _Supervisor:
     def __init__(self, request: LaunchRequest, folder: Path, report: Callable[[str], None]) -> None:
         self._request = request
-        self._began_s = time.time()
         self._report = report
         self._folder = folder
         self._outputs = WorkerOutputs()
@@ -371,7 +370,7 @@ class _Supervisor:
         self._end_all()
         if before is not None and not self.received_signals:
             folder, print_line = read_run_folder(self._folder), self._outputs.print_line
-            self.following, text = restart(self._request, text, folder, self._began_s, before, print_line)
+            self.following, text = restart(self._request, text, folder, self._host.began_s, before, print_line)
         self._close_output()
         if self.following is None:
             self._report(text)

@@ -342,8 +342,8 @@ class Session(StepListener):
         if self._context.config.dry_run:
             self._print_dry_run(step)
             raise SystemExit(0)
-        forgotten = self._saver.unregistered()
-        if forgotten:
+        # Of a rank that joins, the others wait in this step: what they have looked for is not looked for again.
+        if not self._context.spec.joining and (forgotten := self._saver.unregistered()):
             self._context.recorder.event(
                 "unregistered",
                 f"NOT IN CHECKPOINTS: {', '.join(forgotten)} exists but was not passed to run.resume; after a resume it would "
