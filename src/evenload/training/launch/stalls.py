@@ -36,7 +36,7 @@ class StallFindings:
 
 
 class StallMonitor:
-    """What the workers have reported, and how long their processes have been stopped. Times are of one monotonic clock."""
+    """The workers' reports, and how long their processes have been stopped. Times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self._activities: dict[str, tuple[Activity, float]] = {}
