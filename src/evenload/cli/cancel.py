@@ -33,7 +33,7 @@ def cancel(
         asked = "asked to save and stop; cancel again, or with --now, to end it at once"
         reply = client.call("cancel", jobs=ids, now=now)
         for row in reply["jobs"]:
-            running = "ending now" if row["id"] in reply["killed"] else asked
+            running = "ending now" if row["id"] in reply.get("killed", ()) else asked
             yield row["id"], "cancelled" if row["state"] == "CANCELLED" else running
 
     act_on_jobs(jobs, queue, NOT_ENDED, act)

@@ -57,13 +57,16 @@ def test_use_counts_in_its_month_alone(tmp_path: Path) -> None:
         clock = QueueClock(None, began_s + 3600.0)
         budgets.read(users, {}, clock)
         assert budgets.used_hours == {"ann": pytest.approx(1.0)} and list(budgets.spent) == ["ann"]
-        assert "1.00 of 0.5 device-hours" in budgets.spent["ann"]
+        assert "1.0 of 0.5 device-hours" in budgets.spent["ann"]
         again = Budgets(reader)
         again.read({}, group, clock)
         assert again.spent == {} and again.hours_of(("ann", "bob")) == pytest.approx(1.0)
         further = Budgets(reader)
         further.read({}, {"vision": UserGroup(("ann", "bob"), 1.0)}, clock)
         assert set(further.spent) == {"ann", "bob"} and "group vision" in further.spent["bob"]
+        further.used_hours = {"ann": 1234.5, "bob": 0.0123}
+        assert "(1234.5 of 1000 " in (further._reason("ann", 1000.0, ("ann",), "2026-11") or "")
+        assert "(0.012 of 0.01 " in (further._reason("bob", 0.01, ("bob",), "2026-11") or "")
         budgets.read({"bob": User("bob")}, {}, clock)
         assert budgets.spent == {} == budgets.used_hours
 

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from evenload.cli import cancel as cancel_module
 from evenload.errors import ConfigError
 from evenload.job.processes import identity_of, is_alive
 from evenload.job.protocol import ProgressReport
@@ -18,6 +20,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
 from evenload.scheduler.daemon import daemon as daemon_module
+from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.devices import HOST, LocalDevice, variables_for
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
@@ -252,3 +255,26 @@ def test_a_new_job_has_no_number_of_which_there_is_an_output(tmp_path: Path) -> 
 def test_a_runner_whose_queue_was_removed_ends(tmp_path: Path) -> None:
     """It waits for room on a full disk, but not for a folder that is gone."""
     _write_result(tmp_path / "gone", RunnerResult(1, 0))
+
+
+def test_nothing_is_billed_of_an_attempt_whose_program_never_began() -> None:
+    """Such as one whose runner waited for room on a full disk until its job was cancelled."""
+    clock = SimpleNamespace(now_s=lambda: 500.0, at=lambda boot, since_boot_s: since_boot_s)
+    attempts = SimpleNamespace(_state=SimpleNamespace(clock=clock))
+    for code, ended_s in ((None, 100.0), (0, 400.0), (-9, 400.0)):
+        result = RunnerResult(1, code, boot="boot", ended_since_boot_s=400.0)
+        gone = SimpleNamespace(result=result, live=None, reason="")
+        assert Attempts._ended_s(attempts, gone, 100.0) == ended_s  # type: ignore[arg-type]
+
+
+def test_cancel_reads_the_reply_of_an_earlier_versions_daemon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = SimpleNamespace(call=lambda *_, **__: {"jobs": [{"id": "1", "state": "PREEMPTING"}]})
+
+    def act_on_jobs(jobs: list[str], queue: Path | None, states: object, act: Callable[..., object]) -> None:
+        print(*act(client, jobs))  # type: ignore[misc]
+
+    monkeypatch.setattr(cancel_module, "act_on_jobs", act_on_jobs)
+    cancel_module.cancel(["1"])
+    assert "asked to save" in capsys.readouterr().out

@@ -343,7 +343,7 @@ class Attempts:
                 continue
             self._note_start(live, record)
             self._record_report(live, record)
-            ended_s = self._ended_s(gone)
+            ended_s = self._ended_s(gone, attempt.began_s)
             event: events.QueueEvent = events.Lost(self._state.clock.now_s(), live.fence.job, gone.reason)
             if gone.result is not None:
                 event = ending(live.fence.job, self._state.clock.now_s(), gone.result, live.report, live.done_before)
@@ -373,9 +373,11 @@ class Attempts:
             del self._failed[name]
         return recorded
 
-    def _ended_s(self, gone: EndedAttempt) -> float:
-        """Return when an attempt's program ended, by the queue's clock."""
+    def _ended_s(self, gone: EndedAttempt, began_s: float) -> float:
+        """Return when an attempt's program ended, by the queue's clock; `began_s` if it never began: nothing is billed."""
         clock, result = self._state.clock, gone.result
+        if result is not None and result.code is None:
+            return began_s
         if result is None and gone.live.was_gone:  # no more is known than that it still ran then
             return max(self._state.alive_s, gone.live.reported_s)
         ended_s = None if result is None else clock.at(result.boot, result.ended_since_boot_s)

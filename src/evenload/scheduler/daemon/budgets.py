@@ -65,7 +65,7 @@ class Budgets:
     def _reason(self, name: str, budget: float | None, users: tuple[str, ...], month: str) -> str | None:
         if budget is None or (used := self.hours_of(users)) < budget:
             return None
-        return f"the budget of {name} is spent ({used:.3g} of {budget:g} device-hours in {month})"
+        return f"the budget of {name} is spent ({used:.{3 if used < 1 else 1}f} of {budget:g} device-hours in {month})"
 
     def _used_hours(self, clock: QueueClock) -> dict[str, float]:
         now_s, month_s = clock.now_s(), month_began_s(wall_s()) - clock.ahead_s

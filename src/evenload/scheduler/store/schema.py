@@ -66,7 +66,8 @@ _FIRST = Migration(
 _BILLED_FROM_START = Migration((), refolds=True)
 """Attempts began when they got their devices; now when their program may start."""
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _BILLED_FROM_START)
+# The last one changes nothing: from then on the log may hold `ProgramStarted`, which earlier versions can't read.
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _BILLED_FROM_START, Migration(()))
 
 
 def version_of(connection: sqlite3.Connection) -> int:
