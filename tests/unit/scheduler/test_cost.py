@@ -96,6 +96,20 @@ def test_an_elastic_job_has_as_many_devices_as_its_deadline_needs() -> None:
     assert costs[4.0] < 0.8 * costs[1.3]
 
 
+def test_a_job_starts_on_fewer_devices_than_its_deadline_plan_where_no_more_are_left() -> None:
+    rates = tuple(float(k) for k in range(1, 9))
+    queue = Queue(box(8), policy="cost", min_run_s=0.0)
+    queue.submit(1, user="x", preemptible=False, total=1e6, rates=(1.0,))
+    queue.submit(4, user="y", name="ends", total=1e6, rates=(1.0,) * 4)
+    queue.submit((1, 8), name="elastic", total=3e4, rates=rates)
+    queue.settle()
+    queue.now_s = 1000.0
+    queue.ended("ends")
+    queue.submit((1, 8), user="bob", name="in time", total=10 * 8 * HOUR_S, rates=rates, deadline_s=46_000.0)
+    queue.settle()
+    assert len(queue.devices("in time")) >= 4 and queue.devices("elastic")
+
+
 def test_work_waits_for_cheap_hours_and_pauses_between_them() -> None:
     """Of six hours of work before the second midnight, five fit into the cheap hours."""
     outcome = run(by_the_hour(), {"hours": 6, "deadline_s": 48 * HOUR_S}, cheap_hours="2-5", deadline_margin=1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
+from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.eligibility import PoolChoices
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.states import JobState
@@ -116,6 +119,40 @@ def test_goodput_gives_other_users_what_a_limit_leaves(limits: Limits) -> None:
     assert len(queue.devices("elastic")) == 8 - num
 
 
+@pytest.mark.parametrize("limits", [Limits(max_devices=1), Limits(max_running=1)])
+def test_goodput_stops_no_job_for_one_that_its_users_limit_keeps_waiting(limits: Limits) -> None:
+    queue = Queue(box(8), policy="goodput", min_run_s=0.0)
+    queue.apply(events.LimitsSet(0.0, "bob", limits))
+    queue.submit(1, user="bob", name="long", total=1e6, rates=(1.0,))
+    queue.settle()
+    queue.now_s = 1000.0
+    queue.submit(1, user="bob", name="short", total=10.0, rates=(1.0,))
+    assert queue.decide() == ()
+
+
+@pytest.mark.parametrize("policy", ["default", "fair_share", "cost"])
+def test_an_elastic_job_makes_room_below_its_users_limit_for_another_of_the_user(policy: str) -> None:
+    queue = Queue(box(8), policy=policy, min_run_s=0.0)
+    queue.apply(events.LimitsSet(0.0, "bob", Limits(max_devices=4)))
+    queue.submit((1, 8), user="bob", name="elastic", total=1e6, rates=LINEAR[:8])
+    queue.settle()
+    queue.now_s = 1000.0
+    queue.submit(1, user="bob", name="next", total=1e5, rates=(1.0,))
+    queue.settle()
+    assert (len(queue.devices("elastic")), len(queue.devices("next"))) == (3, 1)
+
+
+@pytest.mark.parametrize("limits", [Limits(max_devices=2), Limits(max_running=1)])
+def test_goodput_stops_no_job_for_a_lower_limit(limits: Limits) -> None:
+    queue = Queue(box(8), policy="goodput", min_run_s=0.0)
+    for _ in range(2):
+        queue.submit(4, user="bob", total=1e5, rates=(1.0,) * 4)
+    queue.settle()
+    queue.now_s = 1000.0
+    queue.queue_state.apply(events.LimitsSet(queue.now_s, "bob", limits))
+    assert decide(queue.queue_state.snapshot(), queue.now_s) == ()
+
+
 @pytest.mark.parametrize("policy", ["fifo", "priority", "las", "srpt"])
 def test_an_elastic_job_starts_beside_those_that_may_not_use_reserved_devices(policy: str) -> None:
     """Four devices are bob's: ann's two jobs share the other four, of which the rigid one needs three."""
@@ -172,6 +209,28 @@ def test_devices_left_are_those_that_an_assignment_to_jobs_leaves(data: st.DataO
         else:
             left.take(job, num)
             given_ += [usable_kinds] * num
+
+
+def test_few_unions_are_counted_and_most_questions_do_not_count_them() -> None:
+    """100 sets of 12 kinds, whose unions are more than a thousand; nothing is refused that there is."""
+    kinds = [f"k{number:02}" for number in range(12)]
+    queue = Queue([device for kind in kinds for device in box(50, kind=kind)])
+    rng = random.Random(0)
+    names = [queue.submit(1, kinds=tuple(sorted(rng.sample(kinds, rng.randint(1, 4))))) for _ in range(100)]
+    snapshot = queue.queue_state.snapshot()
+    left = DevicesLeft(snapshot.layout, PoolChoices(snapshot, 0.0), range(600))
+    jobs = [queue.queue_state.jobs[name] for name in names]
+    with patch.object(left, "_update", wraps=left._update) as updates:
+        for number in range(300):
+            job = jobs[number % 100]
+            kind = (job.spec.needs.kinds or (kinds[0],))[0]
+            if number % 2:
+                assert left.keep(replace(job, devices=(f"{kind}0.{number // 100}",)), 1)
+            else:
+                assert left.has(job, 1)
+                left.take(job, 1)
+    assert left.num_left == 300 and updates.call_count <= 60
+    assert len(left._left) <= 128
 
 
 def _fits(needs: list[tuple[str, ...]], left: dict[str, int]) -> bool:

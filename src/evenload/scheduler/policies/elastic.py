@@ -167,9 +167,11 @@ def share_out(bids: Sequence[Bid], left: DevicesLeft, limits: LimitUse) -> dict[
         job = offer.job
         if left.num_left <= 0:
             break
-        if sizes[job.id] != low or (low == 0 and limits.reached(job)):
+        if sizes[job.id] != low or (low == 0 and not job.devices and limits.reached(job)):
             continue
-        most = limits.most(job.spec.user, left.most(job))
+        room = high - low if left.has(job, high - low) else left.most(job)
+        # No limit stops a job that runs; one that has a floor may become smaller for another of its user.
+        most = max(limits.most(job.spec.user, room), 0 if offer.floor else min(room, len(job.devices) - low))
         high = high if high - low <= most else _largest_that_pays(offer, low, low + most)
         if high > low and offer.speedups[high] > offer.speedups[low]:
             sizes[job.id] = high
@@ -187,29 +189,35 @@ def spread_rest(
     """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
     Rigid jobs, and those for which no devices are left or which a limit keeps waiting, are not in the result; nor are those
-    whose sizes are `planned`, which get these in their turn.
+    whose sizes are `planned`: in their turn they get these, or what is left where that is less.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return {}
     left, churn, limits = devices_left(inputs), churn_of(inputs), LimitUse(inputs.users, ())
+    owns = {job.id: _least(inputs, job) for job in inputs.holders}
     for job in inputs.holders:
-        limits.add(job, _least(inputs, job))
+        limits.add(job, owns[job.id])
     for job in order:
         if job.id in inputs.keeping:
-            left.keep(job, _least(inputs, job))
+            left.keep(job, owns[job.id])
     bids = []
     for job in order:
-        own, needs = _least(inputs, job), job.spec.needs
+        if left.num_left <= 0 and job.id not in inputs.keeping:
+            continue
+        needs, present = job.spec.needs, len(job.devices)
+        own = owns[job.id] if present else needs.min_devices
         least = planned.get(job.id, own)
-        num_kept = min(least, len(job.devices))
+        num_kept = min(least, present)
         if num_kept:
             if job.id not in inputs.keeping and not left.keep(job, num_kept):
                 continue
-        elif left.num_left <= 0 or limits.reached(job) or left.most(job) < least:
+        elif limits.reached(job) or not left.has(job, own):
             continue
         else:
+            least = own if least == own else max(own, min(least, left.most(job)))
             limits.add(job, own)
-        left.take(job, least - num_kept)
+        if least > num_kept:
+            left.take(job, least - num_kept)
         limits.grow(job.spec.user, least - own)
         if needs.min_devices < needs.max_devices and job.id not in planned:
             bids.append(bid(inputs, job, 1.0, least, churn))
@@ -235,7 +243,7 @@ def starting_sizes(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, in
         needs = job.spec.needs
         if left.num_left <= 0:
             break
-        if left.most(job) < needs.min_devices or limits.reached(job):
+        if limits.reached(job) or not left.has(job, needs.min_devices):
             continue
         limits.add(job, needs.min_devices)
         left.take(job, needs.min_devices)

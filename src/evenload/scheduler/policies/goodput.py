@@ -56,7 +56,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     movable = {job.id for job in inputs.jobs}
     kept = {job.id: num for job in inputs.jobs if (num := _num_kept(inputs, job))}
     settled = [job for job in inputs.holders if job.id not in movable]
-    limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, settled)
+    limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, inputs.holders)
     left, churn = devices_left(inputs), churn_of(inputs)
     for job in inputs.jobs:
         if job.id in kept:
@@ -69,7 +69,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
         line = left.times(_LINE)
         for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True):
             if not job.devices:
-                if line.most(job) < 0 or in_line.reached(job):
+                if not line.has(job, 0) or in_line.reached(job):
                     continue
                 line.take(job, job.spec.needs.min_devices)
                 in_line.add(job, job.spec.needs.min_devices)
