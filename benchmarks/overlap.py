@@ -14,7 +14,7 @@ the shaping of the link: about 40 ms for 25 MB on each rank) takes time from the
 need no core. `1 Gbit/s, device` shows that: its layers sleep as long as they would compute, so it is not a speed of training, but
 what the engine hides.
 
-Bars: on a link without a limit `tuned` reaches 0.995 of the speed of `fixed`; at 1 Gbit/s 0.8 is hidden (`device`), and a step
+Bars: on a link without a limit `tuned` reaches 0.995 of the speed of `fixed`; at 1 Gbit/s 0.8 is hidden in both rows, and a step
 takes at most 1 % longer than with DistributedDataParallel, also with `local` (lower ends of the intervals in brackets).
 """
 
@@ -183,9 +183,10 @@ def _bars(links: dict[str, Any]) -> dict[str, bool]:
     if fast := links.get("no limit"):
         value, low, _ = fast["tuned_to_fixed"]
         bars[f"no limit: tuned buckets reach {value:.3f} ({low:.3f}) of fixed ones (0.995)"] = value >= 0.995
-    if device := links.get("1 Gbit/s, device"):
-        value, low, _ = device["tuned_hidden"]
-        bars[f"1 Gbit/s: {value:.2f} ({low:.2f}) of what can be hidden is hidden (0.8)"] = value >= 0.8
+    for name, found in links.items():
+        if name != "no limit":
+            value, low, _ = found["tuned_hidden"]
+            bars[f"{name}: {value:.2f} ({low:.2f}) of what can be hidden is hidden (0.8)"] = value >= 0.8
     if slow := links.get("1 Gbit/s"):
         for arm in ("tuned", "local"):
             value, low, _ = slow[f"{arm}_to_ddp"]

@@ -66,10 +66,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Use a short temporary folder: paths of Unix sockets below it may have 107 bytes at most."""
+    """Use a short temporary folder, as paths of Unix sockets below it have 107 bytes at most, and an empty folder of state."""
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="et-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if not hasattr(config, "workerinput"):  # the queue of whoever runs the tests is not theirs
+        state = tempfile.mkdtemp(prefix="es-")
+        os.environ["XDG_STATE_HOME"] = state
+        config.add_cleanup(lambda: shutil.rmtree(state, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

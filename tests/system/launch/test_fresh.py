@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 own, other = sys.argv[1:]
 run = evenload.init(project_dir="run")
 Path(own).touch()
+deadline_s = time.monotonic() + 40
 while not Path(other).exists():
+    assert time.monotonic() < deadline_s, "the other script has not begun"
     time.sleep(0.01)
 model, loader = run.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,10 +40,11 @@ def test_one_of_two_fresh_starts_gets_the_folder(tmp_path):
         assert alone.communicate(60) and alone.returncode == 0
     both = [start(tmp_path, "a", "b"), start(tmp_path, "b", "a")]
     try:
-        ended = [process.communicate(40) for process in both]
+        ended = [process.communicate(60) for process in both]
     finally:
         for process in both:
             process.kill()
+            process.wait(10)
     codes = sorted(process.returncode for process in both)
     assert codes == [0, 1], ended
     loser = next(stderr for process, (_, stderr) in zip(both, ended, strict=True) if process.returncode)
