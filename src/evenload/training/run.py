@@ -194,6 +194,7 @@ class Run:
             ConfigError: an argument is wrong.
             CheckpointError: `resume` was not called, or the checkpoint can't be written.
         """
+        self._context.control.meet()
         return self._saver.checkpoint(every, keep, best, values)
 
     @shows_usage("run.export('model.safetensors'), or with several models run.export(path, model)")

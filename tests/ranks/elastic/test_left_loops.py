@@ -64,9 +64,11 @@ def leave(run: evenload.Run, loader: Any, way: str, kept: list[Any]) -> None:
                 break
 
 
-def script(folder: str, stream: bool, lost_at: tuple[str, str] | None = None) -> dict[str, Any]:
+def script(
+    folder: str, stream: bool, lost_at: tuple[str, str] | None = None, wire: str = "fp32", pairs: Any = None
+) -> dict[str, Any]:
     """Leave loops in each way, and do something else; `lost_at`: after leaving so, and before this, worker w1 is lost."""
-    run = evenload.init(project_dir=folder, seed=0, timeout_s=20, balance=SHARES)
+    run = evenload.init(project_dir=folder, seed=0, timeout_s=20, balance=SHARES, wire=wire)
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model, loader = run.prepare(model, DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=12))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -84,7 +86,7 @@ def script(folder: str, stream: bool, lost_at: tuple[str, str] | None = None) ->
     kept: list[Any] = []
     num_batches = []
     num_ranks = 3
-    for way, then in itertools.product(WAYS, NEXT):
+    for way, then in pairs or itertools.product(WAYS, NEXT):
         if (way == "kept" and then in ("any", "gather")) or (stream and way in ("times", "one")):
             continue  # the loop could go on; of an iterable dataset each batch is read together
         leave(run, found, way, kept)
@@ -142,3 +144,10 @@ def test_a_rank_is_lost_when_loops_were_left(tmp_path: Path, lost_at: tuple[str,
     supervised.start(len(SHARES))
     results = supervised.run(60)
     assert supervised.lost == ["w1"] and len(results) == 2
+
+
+def test_a_checkpoint_after_a_loop_that_was_left_gathers_the_errors_of_a_wire_format(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, script, str(tmp_path / "run"), False, None, "int8", [("break", "checkpoint")])
+    supervised.start(len(SHARES))
+    results = supervised.run(60)
+    assert supervised.lost == [] and len(results) == 3

@@ -20,6 +20,7 @@ from evenload.records.values import StepRecord
 from evenload.testing import run_ranks
 from evenload.training import run as run_module
 from evenload.training.data.cursor import Cursor
+from evenload.training.launch import worker
 from tests.ranks.exact.measure import relative
 
 SAMPLES, BATCH, EPOCHS = 168, 8, 2  # 21 parts an epoch
@@ -184,6 +185,7 @@ def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
     run = evenload.init(project_dir=folder, strategy="async", timeout_s=20.0)
     model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
     optimizer, _ = optimizers(model)
+    run.resume(model=model, optimizer=optimizer)
     rank, error, failed = run.rank, "", Path(f"{folder}.failed")
 
     def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
@@ -203,8 +205,16 @@ def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
     except ValueError as failure:
         error = str(failure)
     done = run._context.loop.steps_done
-    if how == "caught":  # the script goes on
+    if how == "reduce":  # the script goes on
         error = str(run.reduce(1.0))
+    elif how == "any":
+        error = str(float(run.any(rank == 1) + 2))
+    elif how == "checkpoint":
+        error = str(float(run.checkpoint() + 2))
+    elif how == "epoch":
+        error = str(float(loader.epoch + 2))
+    elif how == "exit":
+        worker.progress.exit_code = 0
     run._session.close()
     return done, error
 
@@ -215,9 +225,15 @@ def test_a_worker_that_fails_in_its_body_ends_no_epoch(tmp_path: Path) -> None:
     assert server[0] == SAMPLES // BATCH
 
 
-def test_a_script_that_catches_the_error_outside_its_loop_goes_on(tmp_path: Path) -> None:
-    found = run_ranks(fail_in_the_body, 3, str(tmp_path), "caught", timeout_s=60.0)
+@pytest.mark.parametrize("how", ["reduce", "any", "checkpoint", "epoch"])
+def test_a_script_that_catches_the_error_outside_its_loop_goes_on(tmp_path: Path, how: str) -> None:
+    found = run_ranks(fail_in_the_body, 3, str(tmp_path), how, timeout_s=60.0)
     assert [error for _, error in found] == ["3.0"] * 3
+
+
+def test_a_script_that_ends_well_in_its_loop_ends_for_all(tmp_path: Path) -> None:
+    found = run_ranks(fail_in_the_body, 3, str(tmp_path), "exit", timeout_s=60.0)
+    assert [error for _, error in found] == ["", "a mistake in the body", ""]
 
 
 def train_one_part_an_epoch(folder: str) -> tuple[list[int], int]:

@@ -92,6 +92,15 @@ def raises_past_finally() -> None:
             number += 1
 
 
+def raises_again() -> None:
+    for number in numbers():
+        try:
+            fail()
+        except ValueError:
+            if number == 1:
+                raise
+
+
 @pytest.mark.parametrize("leave", [breaks, returns, breaks_after_an_error_that_is_kept, breaks_in_a_handler])
 def test_no_error(leave: Callable[[], None]) -> None:
     found.clear()
@@ -99,7 +108,7 @@ def test_no_error(leave: Callable[[], None]) -> None:
     assert found == [False]
 
 
-@pytest.mark.parametrize("leave", [raises, raises_deeper, raises_inside_with, raises_past_finally])
+@pytest.mark.parametrize("leave", [raises, raises_deeper, raises_inside_with, raises_past_finally, raises_again])
 def test_an_error(leave: Callable[[], None]) -> None:
     found.clear()
     with pytest.raises(ValueError):

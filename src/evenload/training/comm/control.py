@@ -223,7 +223,7 @@ class Control:
 
     def check_open(self, operation: Operation) -> None:
         """Raise StepError or LaunchError if the run is over, or the ranks are apart."""
-        if operation in _TOGETHER:
+        if operation not in (Operation.CLOSE, Operation.BEGIN):
             self.meet()
         if self.apart and operation in _TOGETHER:
             raise StepError(

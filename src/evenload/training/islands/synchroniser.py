@@ -199,6 +199,7 @@ class IslandSynchroniser(StepListener):
         outer, self.owes_checkpoint = self._outer, False
         if outer is None:
             return
+        self._context.control.leave_loops()
         outer.hide()
         self.catch_up()  # a break may have left a body where it was due
         if self.is_clean:

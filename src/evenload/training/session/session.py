@@ -75,6 +75,8 @@ class Session(StepListener):
             self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
             saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
+        if asynchronous:
+            context.loop.before_use = context.control.meet
         self._members: Members | None = None
         self._trains = trains = context.spec.mode == "train" and not asynchronous
         if MessageChannel.is_free(context.spec.channel) and trains and not context.config.dry_run:
@@ -248,12 +250,15 @@ class Session(StepListener):
         well = well and not context.loop.left
         try:
             if well:
+                if worker.progress.exit_code == 0:
+                    context.control.meet()  # the script goes to its end as if it had left its loop by break
                 if self._members is not None:
                     self._members.finish()
                 context.loop.settle()
                 if self._islands is not None:
                     self._islands.finish()
             else:
+                context.control.meets_later = None
                 with contextlib.suppress(EvenloadError):
                     context.engine.totals.read(waits=False)
             is_saved = context.groups.rank == 0
@@ -262,8 +267,12 @@ class Session(StepListener):
                 self._print_dry_run(None)
             if well:
                 context.control.set_position(0, -1)
-                # If rank 0 was lost before all met here, the next one saves.
-                while not (context.groups.gone or context.control.exchange(Operation.CLOSE, [float(is_saved)])[0][0]):
+                # If rank 0 was lost before all met here, the next one saves. In a loop of async a rank meets nobody.
+                while not (
+                    context.groups.gone
+                    or context.control.apart
+                    or context.control.exchange(Operation.CLOSE, [float(is_saved)])[0][0]
+                ):
                     is_saved = context.groups.rank == 0
                     self._saver.close(well)
         finally:

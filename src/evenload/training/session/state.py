@@ -292,8 +292,8 @@ class Saver:
             self._report_not_saved(f": {error}")
 
     def _report_not_saved(self, why: str) -> None:
-        context = self._context
-        context.recorder.event("not_saved", f"the last steps are not saved{why}", step=context.loop.steps_done)
+        step = self._context.loop.steps_done
+        self._context.recorder.event("not_saved", f"the last steps are not saved{why}", step=step)
 
     @property
     def _saves(self) -> bool:
@@ -371,6 +371,7 @@ class Saver:
             context.loop.step.commit()
         failure: CheckpointError | None = None
         if context.wire is not None:
+            context.control.leave_loops()
             context.wire.keep(context.control.guarded(context.wire.gather))
         if self.islands is not None:
             self.islands.gather()
@@ -393,8 +394,7 @@ class Saver:
         epoch = self._loaders[0].loader.epoch if self._loaders else None
         self._reason = reason
         self._writer.start(step, self._context.registry.capture(), {"epoch": epoch}, waits=waits)
-        written = self._writer.take(waits=True) if waits else None
-        if written is None:
+        if (written := self._writer.take(waits=True) if waits else None) is None:
             return
         if written.error is not None:
             self._failed = written.error

@@ -186,7 +186,7 @@ class StepLoop:
         self.last_loss = 0.0
         """Loss of the last step whose body has ended."""
         self.before_use: Callable[[], None] = lambda: None
-        """Called before the position or the steps of a loader are used: a rank that joins waits there."""
+        """Called before the position or the steps of a loader are used: a rank may have to wait for others there."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
         self._listeners: dict[str, list[StepListener]] = {n: [] for n in vars(StepListener) if n[:3] in ("on_", "is_")}
@@ -395,7 +395,6 @@ class StepLoader:
         """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
         loop.before_use()
-        loop.engine.control.meet()
         loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
         batches = iter(self.loader)
         while True:
