@@ -202,7 +202,11 @@ class Control:
 
     def leave_loops(self) -> None:
         """Let ranks that wait in a loop over `run.batches` go on, if others left it. All call it before they compute together."""
-        if self._may_be_in_loops and not (self.is_alone or self.apart):
+        if not self._may_be_in_loops or self.apart:
+            return
+        if self.is_alone:  # the others were lost in such a loop; a rank that joins later is in none
+            self._may_be_in_loops = False
+        else:
             self.exchange(Operation.BEGIN)
 
     @property
