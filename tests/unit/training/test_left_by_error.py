@@ -1,4 +1,4 @@
-"""A loop that is left by an exception is told from one that is left by `break`."""
+"""Loops that scripts leave by an exception, and loops that they leave by `break` or `return`."""
 
 from __future__ import annotations
 

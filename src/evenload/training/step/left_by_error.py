@@ -18,10 +18,8 @@ def left_by_error() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frame = frame.f_back
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]] in (
-        "RERAISE",
-        "RAISE_VARARGS",
-    ):  # end of `with`, `finally`; bare `raise`
+    # A bare `raise`, and the end of `with` or `finally`, leave no traceback entry.
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("RERAISE", "RAISE_VARARGS"):
         return True
     holders = gc.get_referrers(frame)
     return any(isinstance(one, TracebackType) and one.tb_lasti == frame.f_lasti for one in holders)
