@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 CHUNK = 1024
 """Values that share a scale."""
+_BLOCK = 128 * CHUNK
+"""Values that a CPU encodes at a time: what is computed on the way stays in its cache, and in memory that it has."""
 _HEADER_BYTES = 8
 """A float64 in front of the values: the norm, which must show a NaN or an overflow whatever the format loses."""
 
@@ -40,6 +43,14 @@ def unpack(codec: Codec, message: torch.Tensor, out: torch.Tensor) -> torch.Tens
     """Write the values of a message into `out`, and return the norm in front of them."""
     codec.decode(message[_HEADER_BYTES : _HEADER_BYTES + codec.num_bytes(len(out))], out)
     return message[:_HEADER_BYTES].view(torch.float64)[0]
+
+
+def blocks(values: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the places of values to encode at a time, and those of their chunks."""
+    size = _BLOCK if values.device.type == "cpu" else max(1, len(values))
+    for low in range(0, len(values), size):
+        high = min(low + size, len(values))
+        yield slice(low, high), slice(low // CHUNK, -(-high // CHUNK))
 
 
 def in_chunks(values: torch.Tensor) -> torch.Tensor:

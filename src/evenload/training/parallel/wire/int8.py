@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evenload.training.parallel.wire.codec import CHUNK, in_chunks
+from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks
 
 _LEVELS = 127
 _LEAST_SCALE = 1e-37
@@ -22,18 +22,23 @@ class Int8:
         return num_values + 4 * -(-num_values // CHUNK)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        chunks = in_chunks(values)
-        num_scales = 4 * len(chunks)
-        scales = out[:num_scales].view(torch.float32)
-        scales.copy_(chunks.abs().amax(1).div_(_LEVELS))
-        wide = scales.to(values.dtype)
-        # Of a scale that is not finite, whatever is written decodes to a NaN.
-        inverse = torch.where((wide > _LEAST_SCALE) & wide.isfinite(), wide.reciprocal(), 0.0)
-        rounded = (chunks * inverse.unsqueeze(1)).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0.0)
-        out[num_scales:].view(torch.int8).copy_(rounded.view(-1)[: len(values)])
+        scales, coded = _parts(out, len(values))
+        for here, rows in blocks(values):
+            chunks = in_chunks(values[here])
+            scales[rows] = chunks.abs().amax(1).div_(_LEVELS)
+            wide = scales[rows].to(values.dtype)
+            # Of a scale that is not finite, whatever is written decodes to a NaN.
+            inverse = torch.where((wide > _LEAST_SCALE) & wide.isfinite(), wide.reciprocal(), 0.0)
+            rounded = (chunks * inverse.unsqueeze(1)).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0.0)
+            coded[here] = rounded.view(-1)[: here.stop - here.start]
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        num_scales = 4 * -(-len(out) // CHUNK)
-        scales = encoded[:num_scales].view(torch.float32).to(out.dtype)
-        out.copy_(encoded[num_scales:].view(torch.int8))
-        out.mul_(scales.repeat_interleave(CHUNK)[: len(out)])
+        scales, coded = _parts(encoded, len(out))
+        for here, rows in blocks(out):
+            out[here] = coded[here]
+            out[here].mul_(scales[rows].to(out.dtype).repeat_interleave(CHUNK)[: here.stop - here.start])
+
+
+def _parts(encoded: torch.Tensor, num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_scales = 4 * -(-num_values // CHUNK)
+    return encoded[:num_scales].view(torch.float32), encoded[num_scales:].view(torch.int8)
