@@ -13,9 +13,24 @@ import torch
 from torch.utils.data import DataLoader
 
 import evenload
+from evenload.balance.split import scale_shares
 from tests.ranks.islands.simulation import BATCH, NUM_SAMPLES, Case, Points, adamw, build, loss_of, sgd, simulate
 
 ISLANDS = "0,1/2"
+
+
+def pieces(usual: int, proportions: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
+    """Divide sizes one after the other: with the earlier ones, each part is the whole number below its share of all."""
+    eighths = scale_shares(proportions, 8 * usual)
+    ends = [sum(eighths[:index]) for index in range(len(eighths) + 1)]
+    found, done = [], 0
+    for size in sizes:
+        edges = [(done + size) * end // (8 * usual) - done * end // (8 * usual) for end in ends]
+        found.append(tuple(high - low for low, high in itertools.pairwise(edges)))
+        done += size
+    return found
+
+
 FIXED = {"islands": ISLANDS, "balance": (6, 3, 3), "sync_every": 4}
 CASES = {
     "average": Case({**FIXED}, (9, 3), adamw, gamma=0.9),
@@ -51,6 +66,20 @@ CASES = {
     ),
     "three_islands": Case(
         {"islands": ((2,), (0,), (1,)), "balance": (2, 4, 6), "sync_every": 5}, (6, 2, 4), num_steps=15, every=5
+    ),
+    # Shares that are no whole samples, or batches: they change by one from step to step.
+    "pieces": Case(
+        {"islands": ((0,), (1,), (2,)), "balance": (5, 8, 6), "sync_every": 4},
+        (0, 0, 0),
+        adamw,
+        rounds=tuple((1, parts) for parts in pieces(BATCH, (5, 8, 6), [BATCH] * 16)),
+    ),
+    "pieces_by_speed": Case(
+        {"islands": "0,1/2", "balance": (4, 3, 4), "sync_every": 4, "local_steps": "auto"},
+        (0, 0),
+        adamw,
+        by_speed=True,
+        rounds=tuple((4, parts) for parts in pieces(8, (7, 4), [8] * 4)),
     ),
     "uneven_round": Case(
         {**FIXED, "local_steps": "auto", "balance": (4, 3, 1), "sync_every": 8}, (7, 1), sgd, 16, 8, True

@@ -49,6 +49,26 @@ def test_no_island_is_left_without_samples() -> None:
         parts.cut(1)
 
 
+def test_parts_that_are_no_whole_samples_change_by_one_about_their_mean() -> None:
+    parts = IslandShares(16, [85, 43], decides=False, pieces=8)
+    assert parts.means == (10.625, 5.375)
+    first = [parts.cut(16, 16 * step)[1] for step in range(8)]
+    assert (min(first), max(first), sum(first)) == (10, 11, 85)
+    assert all(abs(sum(first[:count]) - 10.625 * count) < 1 for count in range(9))
+    # A short last batch is divided as near as it can be; and no island is ever left without a sample.
+    assert parts.cut(3) == [0, 2, 3]
+    parts = IslandShares(3, [22, 1, 1], decides=False, pieces=8)
+    assert parts.means == (1, 1, 1)
+    assert all(low < high for step in range(20) for low, high in itertools.pairwise(parts.cut(4, 4 * step)))
+
+
+def test_short_rounds_are_divided_by_what_earlier_ones_left() -> None:
+    parts = IslandShares(40, [213, 107], decides=False, pieces=8)
+    cuts = [parts.cut(size, before)[1] for before, size in [(0, 8), (8, 8), (16, 24), (40, 40), (80, 40)]]
+    assert cuts == [5, 5, 16, 27, 26]
+    assert sum(cuts) == 120 * 213 // 320
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 20])
 def test_blocks_hold_every_step(count: int) -> None:
     blocks = blocks_of([float(index + 1) for index in range(count)])

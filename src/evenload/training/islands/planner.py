@@ -3,11 +3,14 @@
     equal steps    step s: samples [s B, (s+1) B) in order of the islands, each with its share n_i;  Σ n_i = B
     by speed       L steps = I L batches of B / I samples, in order of the islands, each with h_i of them;  Σ h_i = I L
 
+Few samples or batches are divided in pieces: n_i and h_i change by one from step to step, from round to round, about the share.
+
 Inside an island the part is split over its ranks as any global batch is (step/planner.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,7 +21,7 @@ from evenload.errors import ConfigError
 from evenload.training.comm.control import Control
 from evenload.training.comm.islands import IslandMap
 from evenload.training.data.places import BatchPlace, RoundPlanner
-from evenload.training.islands.shares import FIRST_GAP, IslandShares, at_least_one
+from evenload.training.islands.shares import FEW, FIRST_GAP, PIECES, IslandShares
 from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import Planner
 
@@ -65,10 +68,14 @@ class IslandPlanner(Planner, RoundPlanner):
         proportions = [sum(per_rank[rank] for rank in members) for members in islands.ranks]
         if 0 in proportions:
             raise ConfigError(f"balance {','.join(map(str, per_rank))} leaves an island without samples")
+        size = count * sync_every if by_speed else batch_size
+        # The balancer inside an island of several ranks looks at steps of one size.
+        is_fine = size < FEW * count and (by_speed or islands.num_ranks == count)
         self.parts = IslandShares(
-            count * sync_every if by_speed else batch_size,
+            size,
             proportions,
             decides=balance == "auto" and world_rank == 0 and count > 1,
+            pieces=PIECES if is_fine else 1,
         )
         self.adapts_parts = balance == "auto" and count > 1
         inner = tuple(balance[rank] for rank in islands.members) if isinstance(balance, tuple) else balance
@@ -110,7 +117,8 @@ class IslandPlanner(Planner, RoundPlanner):
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
         if len(self.islands) == 1:
             return super().plan(epoch, epoch_step, global_step, start, num_samples)
-        low, high = self.parts.cut(num_samples)[self.islands.own :][:2]
+        before = global_step * num_samples if num_samples == self._whole_size else None
+        low, high = self.parts.cut(num_samples, before)[self.islands.own :][:2]
         own = super().plan(epoch, epoch_step, global_step, start + low, high - low)
         return replace(own, of=StepProgress(epoch_step + 1, start + num_samples, num_samples))
 
@@ -120,8 +128,9 @@ class IslandPlanner(Planner, RoundPlanner):
             self._cut_at = global_step + FIRST_GAP if self.adapts_parts else 0
         if self._cut_at > global_step:
             length = min(length, self._cut_at - global_step)
-        low, high = self.parts.cut(len(self.islands) * length)[self.islands.own :][:2]
-        return BatchPlace(step, global_step * len(self.islands), 0, high - low, length, low)
+        count = len(self.islands)
+        low, high = self.parts.cut(count * length, count * global_step)[self.islands.own :][:2]
+        return BatchPlace(step, global_step * count, 0, high - low, length, low)
 
     def plan_at(self, place: BatchPlace, epoch: int, bounds: Sequence[int]) -> StepPlan:
         count = len(self.islands)
@@ -142,11 +151,13 @@ class IslandPlanner(Planner, RoundPlanner):
 
     @property
     def own_size(self) -> int:
-        """Samples of a usual batch of this island."""
-        if self.by_speed:
-            return self._whole_size // len(self.islands)
-        low, high = self.parts.cut(self._whole_size)[self.islands.own :][:2]
-        return high - low
+        """Samples of a usual batch of this island; one more in some."""
+        return int(self.own_mean)
+
+    @property
+    def own_mean(self) -> float:
+        """Samples of a batch of this island, on average."""
+        return self._whole_size // len(self.islands) if self.by_speed else self.parts.means[self.islands.own]
 
     def speeds(self) -> tuple[float, ...]:
         """Return relative speeds of all ranks for work outside of steps; those of an island share its part evenly."""
@@ -159,7 +170,8 @@ class IslandPlanner(Planner, RoundPlanner):
 
     def first_shares(self) -> tuple[int, ...]:
         """Return the shares of all ranks as they begin, to be announced."""
-        sizes = [self._whole_size // len(self.islands)] * len(self.islands) if self.by_speed else self.parts.shares
+        edges = self._pieces(self._whole_size) if self.by_speed else self.parts.cut(self._whole_size)
+        sizes = [high - low for low, high in itertools.pairwise(edges)]
         found = [0] * self.islands.num_ranks
         for size, members in zip(sizes, self.islands.ranks, strict=True):
             inner = even_shares(size, len(members))
@@ -175,7 +187,6 @@ class IslandPlanner(Planner, RoundPlanner):
     def load_state_dict(self, state: dict[str, object], step: int) -> None:
         """Begin with the saved division where there are as many islands."""
         saved = state.get("islands")
-        fits = isinstance(saved, list) and len(saved) == len(self.islands) and sum(saved) == self.parts.total
-        if fits and self.adapts_parts and isinstance(saved, list):
-            self.set_parts(at_least_one(saved))
+        if isinstance(saved, list) and len(saved) == len(self.islands) and self.adapts_parts:
+            self.set_parts(saved)
         super().load_state_dict(state, step)

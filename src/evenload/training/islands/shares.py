@@ -14,6 +14,10 @@ from evenload.errors import DataError
 
 NUM_BLOCKS = 8
 """Most means of step times that an island reports at a time: each is an observation of the balancer."""
+PIECES = 8
+"""Of a sample or a batch that are divided among islands; more than one where a whole one is a large part of a share."""
+FEW = 64
+"""Samples or batches for each island from which on a whole one is a small part."""
 FIRST_GAP = 4
 """Steps of a run until islands exchange times; the first has unusual times, and the balancer looks at three."""
 _LAST_GAP = 32
@@ -24,26 +28,37 @@ _MOST_COST = 0.005
 class IslandShares:
     """Proportions of the islands; equal on all ranks, and only rank 0 decides.
 
-    A share counts samples of a global batch, or batches of a round where islands take unequal numbers of steps.
+    A share counts samples of a global batch, or batches of a round where islands take unequal numbers of steps; or pieces of
+    which `pieces` make one of them. Then an island's part changes by one from step to step, so that its mean is the share.
     """
 
-    def __init__(self, total: int, proportions: Sequence[int], *, decides: bool) -> None:
+    def __init__(self, size: int, proportions: Sequence[int], *, decides: bool, pieces: int = 1) -> None:
         """`decides`: this rank measures and decides; `balance` was not set otherwise, and there are several islands."""
-        self.total = total
-        self.shares = at_least_one(scale_shares(proportions, total))
+        self.total = total = size * pieces
+        self.pieces = pieces
+        self.shares = self._fit(proportions)
         # The first step of a session, whose times are not usual, is not reported.
         self._balancer = Balancer(total, len(self.shares), shares=self.shares, num_warmup=0) if decides else None
         self._num_seen = 0
 
-    def cut(self, size: int) -> list[int]:
-        """Return where each island's part of `size` begins, and `size`; DataError if some island would have none."""
+    def cut(self, size: int, before: int | None = None) -> list[int]:
+        """Return where each island's part of `size` begins, and `size`; DataError if some island would have none.
+
+        `before` counts samples or batches since the run began: what an island was given too little of its share so far, it
+        is given now. None: as near as it can be at once.
+        """
         if size < len(self.shares):
             raise DataError(
                 f"a step of {size} samples cannot be divided over {len(self.shares)} islands, each of which needs one: set "
                 "DataLoader(drop_last=True), or a larger batch_size"
             )
-        shares = self.shares if size == self.total else at_least_one(scale_shares(self.shares, size))
-        return list(itertools.accumulate(shares, initial=0))
+        if before is None:
+            shares = scale_shares(self.shares, size)
+        else:
+            ends = itertools.accumulate(self.shares, initial=0)
+            edges = [end * (before + size) // self.total - end * before // self.total for end in ends]
+            shares = tuple(high - low for low, high in itertools.pairwise(edges))
+        return list(itertools.accumulate(at_least_one(shares), initial=0))
 
     def observe(self, blocks: Sequence[Sequence[float]]) -> Decision | None:
         """Take the seconds that each island needed for its share, in several blocks; return new shares where they pay."""
@@ -58,7 +73,15 @@ class IslandShares:
 
     def set(self, shares: Sequence[int]) -> None:
         """Take decided shares; an island without any would be left behind."""
-        self.shares = at_least_one(shares)
+        self.shares = self._fit(shares)
+
+    def _fit(self, shares: Sequence[int]) -> tuple[int, ...]:
+        return at_least_one(scale_shares(shares, self.total), self.pieces)
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """The mean part of each island in samples, or in batches of a round."""
+        return tuple(share / self.pieces for share in self.shares)
 
 
 class ReportTimes:
@@ -93,13 +116,13 @@ class ReportTimes:
         return math.ceil(2 * self.latency_s / _MOST_COST / step_s) if step_s > 0 else _LAST_GAP
 
 
-def at_least_one(shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the shares with those of 0 raised to 1, from the largest; their sum is at least their number."""
+def at_least_one(shares: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Return the shares with those below `least` raised to it, from the largest; their sum suffices for that."""
     found = list(shares)
     for index, share in enumerate(found):
-        if not share:
+        for _ in range(least - share):
             found[found.index(max(found))] -= 1
-            found[index] = 1
+            found[index] += 1
     return tuple(found)
 
 

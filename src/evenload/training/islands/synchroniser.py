@@ -137,10 +137,11 @@ class IslandSynchroniser(StepListener):
         if (timed := step.stats.timed) is None or timed.plan is None:
             return
         seconds = timed.whole_seconds() - timed.sync_s
-        planner = step.planner
-        is_whole = isinstance(planner, IslandPlanner) and timed.plan.num_samples >= planner.own_size
-        if step.stats.is_usual and seconds > 0 and is_whole:
-            self._seconds.append(seconds)
+        planner, size = step.planner, timed.plan.num_samples
+        mean = planner.own_mean if isinstance(planner, IslandPlanner) else 0
+        # Not the last, short batch of an epoch, nor the last one of another division.
+        if abs(size - mean) <= 1 and step.stats.is_usual and seconds > 0:
+            self._seconds.append(seconds * mean / size)
         units = self._context.engine.totals.units.get(0, 0.0)
         if timed.loss == timed.loss:
             self._loss_sum += timed.loss * units
@@ -315,7 +316,7 @@ class IslandSynchroniser(StepListener):
         step_s = sum(self._seconds) / max(len(self._seconds), 1)
         self._seconds = []
         if isinstance(planner, IslandPlanner) and planner.by_speed:
-            own_s = [planner.parts.shares[self._islands.own] * time_s for time_s in own_s]
+            own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
         row = [context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0]
         if seconds is not None:
             stops = stop_requested() and context.spec.mode == "train"
@@ -345,7 +346,7 @@ class IslandSynchroniser(StepListener):
             seconds=seconds,
             num_bytes=0 if self._outer is None else self._outer.num_bytes,
             loss=sum(row[3] for row in leaders) / units if units else None,
-            parts=list(planner.parts.shares) if isinstance(planner, IslandPlanner) else [],
+            parts=list(planner.parts.means) if isinstance(planner, IslandPlanner) else [],
         )
 
     def _report_next(self, done: int, gap: int) -> None:
@@ -374,17 +375,21 @@ class IslandSynchroniser(StepListener):
 
     def _divide(self, shares: Sequence[int]) -> None:
         first = self._loaders[0].planner
-        before = first.parts.shares if isinstance(first, IslandPlanner) else ()
+        before = first.parts.means if isinstance(first, IslandPlanner) else ()
         for loader in self._loaders:
             if isinstance(loader.planner, IslandPlanner):
                 loader.planner.set_parts(shares)
-        now = first.parts.shares if isinstance(first, IslandPlanner) else ()
+        now = first.parts.means if isinstance(first, IslandPlanner) else ()
         if now == before:
             return
         what = "steps of a round" if self._context.config.local_steps == "auto" else "samples of a global batch"
         self._context.recorder.event(
             "islands_divided",
-            f"{what} of each island: {', '.join(map(str, before))} → {', '.join(map(str, now))}, by measured speed",
+            f"{what} of each island: {_listed(before)} → {_listed(now)}, by measured speed",
             step=self._context.loop.steps_done,
             parts=list(now),
         )
+
+
+def _listed(parts: Sequence[float]) -> str:
+    return ", ".join(f"{part:.4g}" for part in parts)
