@@ -10,8 +10,9 @@ control groups from outside (benchmarks/quota.py). All arms take the same global
 Losses by step do not depend on the link or on the quotas under the first four: they are trained once without a limit, and timed
 on the link for a few steps, `diloco` for two rounds. The others train on the link, from the first step on. Validations lie
 where an arm has just synchronised, and at the end. Time to the loss: to 1.01 times that of synchronous training after all
-steps; an arm that does not get there is not the best one. Compute is a step of both ranks without a link; exchange is what a
-step of `ddp` takes beyond that of the slower rank. `--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
+steps; the first step, which starts everything, counts as a usual one. An arm that does not get there is not the best one. Compute
+is a step of both ranks without a link; exchange is what a step of `ddp` takes beyond that of the slower rank.
+`--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
 finds: later calls take it from there, so that the parts can be measured one by one.
 
 Bars, by the time to the loss: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed
@@ -38,9 +39,9 @@ from evenload.testing import hosts
 
 MBIT, DELAY_MS = 100.0, 20.0
 SIZE, QUICK_SIZE = "16,64,256,8", "8,16,32,1"
-EVERY, NUM_STEPS, NUM_TIMED = 20, 82, 9
-NUM_WARM = 3
-"""Steps of an arm before its steps are timed."""
+EVERY, NUM_STEPS, NUM_TIMED = 20, 82, 11
+NUM_WARM = 5
+"""Steps of an arm before its steps are timed: islands begin in equal parts, for four. To the loss all count."""
 CLOSE = 1.01
 """The loss that counts as reached is within 1 % of the synchronous one."""
 SPEEDS = {"equal": (0.7, 0.7), "1:0.5": (0.8, 0.4)}
@@ -232,8 +233,9 @@ def _run(
     parts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     found = parts[0]
     found["step_s"] = max(part["step_s"] for part in parts)
+    start_s = max(part["first_s"] for part in parts) - found["step_s"]
     found["curve"] = [
-        (here[0], max(here[1], there[1]), (here[2] + there[2]) / (here[3] + there[3]))
+        (here[0], max(here[1], there[1]) - start_s, (here[2] + there[2]) / (here[3] + there[3]))
         for here, there in zip(*(part["curve"] for part in parts), strict=True)
     ]
     print(
