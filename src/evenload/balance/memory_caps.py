@@ -1,4 +1,4 @@
-"""Limits on micro-batches that follow from running out of memory: one retry, then half; higher again on trial.
+"""Limits on micro-batches that follow from running out of memory: one retry, then half down to one sample; higher again on trial.
 
 No clock, no I/O: where the calls are the same on all ranks, the caps are.
 """
@@ -15,6 +15,8 @@ RETRY_EVERY = 32
 smaller micro-batches."""
 FIRST_TRIAL = 200
 """Steps without a failure before a higher cap is tried."""
+SINGLE_TRIES = 3
+"""Times that one sample must not fit in a step before the model counts as too big: another process may hold the memory."""
 _LONGER = 4
 """A trial that failed, at the cost of one repeated step, makes the steps before the next so many times as long."""
 
@@ -35,6 +37,8 @@ class MemoryCaps:
         self._changed_at = 0
         self._retried_at: int | None = None
         self._trial: _Trial | None = None
+        self._single = -1, 0
+        """The last step in which one sample did not fit, and how often."""
 
     def may_retry(self, step: int) -> bool:
         """Return whether a step is repeated as it is, after free blocks were returned to the device."""
@@ -42,6 +46,11 @@ class MemoryCaps:
         if allowed:
             self._retried_at = step
         return allowed
+
+    def gives_up(self, step: int) -> bool:
+        """Return whether a step in which one sample did not fit, again, can't be repeated any more."""
+        self._single = step, self._single[1] + 1 if self._single[0] == step else 1
+        return self._single[1] >= SINGLE_TRIES
 
     def lower(self, caps: Sequence[int | None], largest: Sequence[int | None], step: int) -> tuple[int | None, ...]:
         """Return the caps from now on, after ranks ran out of memory.
@@ -57,7 +66,7 @@ class MemoryCaps:
             self._interval *= _LONGER
             if all(size is None or size > (cap or size) for size, cap in zip(largest, trial.before, strict=True)):
                 return trial.before
-        return tuple(cap if size is None else size // 2 for cap, size in zip(caps, largest, strict=True))
+        return tuple(cap if size is None else max(size // 2, 1) for cap, size in zip(caps, largest, strict=True))
 
     def trial(self, caps: Sequence[int | None], shares: Sequence[int], step: int) -> tuple[int | None, ...] | None:
         """Return higher caps to be tried, the lowest that save a micro-batch; None if it is too early or nothing is saved."""

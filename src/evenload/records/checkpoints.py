@@ -64,7 +64,11 @@ def step_of(checkpoint: Path) -> int:
 def checkpoint_folders(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first; other names, such as a user's copy, are ignored."""
     found = (run / CHECKPOINT_FOLDER).glob(f"{_PREFIX}*")
-    return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdecimal()), key=step_of)
+    return sorted(filter(is_step_folder, found), key=step_of)
+
+
+def is_step_folder(path: Path) -> bool:
+    return path.name.startswith(_PREFIX) and path.name.removeprefix(_PREFIX).isdecimal()
 
 
 def read_best(run: Path) -> BestCheckpoint | None:

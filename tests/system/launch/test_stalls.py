@@ -41,3 +41,20 @@ def test_ranks_that_are_stopped_or_hang_are_named_and_left_out(tmp_path):
         and "in __getitem__; 2 ranks go on" in text
     )
     assert_gone([hanging])
+
+
+def test_two_that_stall_at_once_have_the_ranks_that_they_had(tmp_path):
+    with Started(
+        tmp_path, SCRIPT, "-d", "cpu:3", "--max-restarts", "0", arguments=["0.02", "0"], initialised=False
+    ) as started:
+        wait(lambda: at(tmp_path)[0] > 12, started)
+        stopped = [pid_of(tmp_path, rank) for rank in (0, 1)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        trains_on(started, tmp_path, 1)
+        (tmp_path / "finish").touch()
+        code, stdout, stderr = started.end(90)
+    assert code == 0, stderr
+    for rank in (0, 1):
+        assert f"rank {rank} (cpu) does not respond: its process has been stopped (SIGSTOP) for 4." in stdout + stderr
+    assert_gone(stopped)

@@ -273,3 +273,27 @@ def test_waiting_for_samples_is_data_time() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Slow(5), batch_size=5), clock=clock)
     next(iter(rank)).micro(0)
     assert clock.take()["data"] >= 0.05
+
+
+def test_the_clock_says_when_a_rank_reads_a_stream_or_waits_for_others_that_do() -> None:
+    from torch.utils.data import IterableDataset
+
+    from evenload.training.comm.clock import StepClock
+    from tests.unit.data.fakes import CPU
+
+    clock = StepClock(CPU)
+    seen: list[tuple[str, bool]] = []
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            for index in range(4):
+                seen.append((clock.current, clock.reads))
+                yield index
+
+    (rank,) = make_ranks(Board((1,)), DataLoader(Stream(), batch_size=2), clock=clock)
+    agree = rank._planner.agree
+    rank._planner.agree = lambda row: (seen.append((clock.current, clock.reads)), agree(row))[1]  # type: ignore[method-assign]
+    for batch in rank:
+        assert not clock.reads and clock.read_s > 0
+        rank.commit(batch)
+    assert set(seen) == {("data", True), ("wait", True)} and not clock.reads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from statistics import median
@@ -128,7 +129,7 @@ def test_messages_travel_as_lines() -> None:
 def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.02)
     sent: list[Any] = []
-    clock = SimpleNamespace(current="compute", since_s=0.0)
+    clock = SimpleNamespace(current="compute", since_s=0.0, reads=False)
     context: Any = SimpleNamespace(
         spec=SimpleNamespace(worker="w0"), clock=clock, loop=SimpleNamespace(in_backward=False)
     )
@@ -147,3 +148,44 @@ def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: py
             assert use()() is None
     finally:
         watch.close()
+
+
+def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iterable dataset is read before `step.backward`, and its ranks wait for one another there."""
+    monkeypatch.setattr(stall_watch, "_EVERY_S", 0.01)
+    sent: list[Any] = []
+    clock = SimpleNamespace(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
+    loop = SimpleNamespace(in_backward=False)
+    context: Any = SimpleNamespace(spec=SimpleNamespace(worker="w0"), clock=clock, loop=loop)
+    watch = stall_watch.StallWatch(context, sent.append)
+    watch.on_begin(None)  # type: ignore[arg-type]
+    try:
+        while len(sent) < 3:
+            time.sleep(0.001)
+        assert not any(isinstance(message, Waits) for message in sent)
+        clock.reads = True
+        for _ in range(1_000):
+            if any(isinstance(message, Waits) for message in sent):
+                break
+            time.sleep(0.01)
+        assert any(isinstance(message, Waits) and message.seconds > 99 for message in sent)
+    finally:
+        watch.close()
+
+
+def test_a_deadline_knows_how_long_streams_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    context: Any = SimpleNamespace(clock=SimpleNamespace(reads=False, read_s=20.0))
+    watch = stall_watch.StallWatch(context, lambda message: None)
+    step: Any = SimpleNamespace(stats=SimpleNamespace(is_usual=True, begun_s=time.perf_counter()))
+    for _ in range(16):
+        watch.on_trained(step)
+    assert 99 < watch._deadline.seconds < 110  # 5 medians
+
+
+def test_a_stream_that_is_read_up_to_a_step_is_no_stall() -> None:
+    code = compile(
+        "def begin():\n    return sys._getframe()\nframe = begin()", "evenload/training/data/stream.py", "exec"
+    )
+    names: dict[str, Any] = {"sys": sys}
+    exec(code, names)
+    assert find_excuse(names["frame"]) == "it reads its stream up to this step"

@@ -76,12 +76,32 @@ def test_torn_or_changed_at_any_byte(run: Path) -> None:
     assert found is not None and found.folder == newest and found.report() == ""
 
 
-@pytest.mark.parametrize("name", ["skeleton.pt", "tensors/.metadata", "tensors/__0_0.distcp", "tensors"])
+@pytest.mark.parametrize("name", ["skeleton.pt", "info.json", "tensors/.metadata", "tensors/__0_0.distcp", "tensors"])
 def test_a_lost_file(run: Path, name: str) -> None:
     path = run / "checkpoints" / "step-00000003" / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = files.read_newest(run)
     assert found is not None and found.folder.name == "step-00000002" and len(found.damaged) == 1
+
+
+def test_files_that_changed_places(run: Path) -> None:
+    second, third = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 3))
+    for name in ("skeleton.pt", "info.json", "tensors/__0_0.distcp", ""):
+        for path, other in (
+            (second / name, run / "aside"),
+            (third / name, second / name),
+            (run / "aside", third / name),
+        ):
+            path.rename(other)
+        found = files.read_newest(run)
+        assert found is not None and found.folder.name == "step-00000001" and len(found.damaged) == 2, name
+        for path, other in (
+            (second / name, run / "aside"),
+            (third / name, second / name),
+            (run / "aside", third / name),
+        ):
+            path.rename(other)
+    assert "it holds step 2" in found.report()
 
 
 def test_none_is_complete(run: Path) -> None:

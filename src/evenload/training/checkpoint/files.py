@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from evenload.errors import CheckpointError, DamagedError
 from evenload.records import integrity
-from evenload.records.checkpoints import BEST_FILE, CHECKPOINT_FOLDER, checkpoint_folders, step_folder
+from evenload.records.checkpoints import BEST_FILE, CHECKPOINT_FOLDER, checkpoint_folders, is_step_folder, step_folder
 from evenload.records.checkpoints import step_of as step_of
 
 SKELETON = "skeleton.pt"
@@ -232,9 +232,14 @@ def read(checkpoint: Path) -> dict[str, Any]:
                 f"{checkpoint} has schema {schema}; {_READS}: a newer Evenload wrote it; update Evenload, or start anew with "
                 "--fresh"
             )
-        if schema != 1 and (damage := integrity.find_damage(checkpoint)):
+        info = checkpoint / integrity.INFO_FILE
+        missing = "" if info.exists() else f"{info.name} is missing"
+        if schema != 1 and (damage := integrity.find_damage(checkpoint) or missing):
             raise DamagedError(_damaged(checkpoint, damage))
-        return _read_state(checkpoint, _read_skeleton(checkpoint))
+        skeleton = _read_skeleton(checkpoint)
+        if is_step_folder(checkpoint) and step_of(checkpoint) != skeleton["step"]:
+            raise DamagedError(_damaged(checkpoint, f"it holds step {skeleton['step']}"))
+        return _read_state(checkpoint, skeleton)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {checkpoint} can't be read: {error}") from error
 

@@ -89,6 +89,17 @@ class StepClock:
         self.since_s: float = time.perf_counter()
         """Time at which the host began the running segment, or last called `cut` or `take` in it."""
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
+        self.reads, self.read_s = False, 0.0
+        """True while ranks read a batch of an iterable dataset and wait for one another; the seconds of the last one."""
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note that the body reads a batch of an iterable dataset."""
+        self.reads, began_s = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.reads, self.read_s = False, time.perf_counter() - began_s
 
     @property
     def current(self) -> Segment:

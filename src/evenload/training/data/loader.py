@@ -348,12 +348,13 @@ class GlobalLoader:
                 reader.begin(epoch, skip_batches=begun, skip_samples=position)
                 return reader.next_batch(position)
 
-            with self._clock.segment("data"):
-                samples = read_first()
             again = None if self._has_compared_stream else read_first
+            next_batch: Callable[[int], StreamBatch] = read_first
             while True:
-                with self._clock.segment("wait"):
-                    samples = check_same_stream(self._planner.agree, self._reader_rank, samples, f"step {step}", again)
+                with self._clock.reading(), self._clock.segment("data"):
+                    own = next_batch(position)
+                    with self._clock.segment("wait"):
+                        samples = check_same_stream(self._planner.agree, self._reader_rank, own, f"step {step}", again)
                 again, self._has_compared_stream = None, True
                 if not len(samples):
                     break
@@ -364,9 +365,7 @@ class GlobalLoader:
 
                 plan = self._plan(step, position, position + len(samples))
                 yield self._batch(plan, read, lambda: None)
-                step, position = step + 1, position + len(samples)
-                with self._clock.segment("data"):
-                    samples = reader.next_batch(position)
+                step, position, next_batch = step + 1, position + len(samples), reader.next_batch
             self._next_epoch()
         finally:
             reader.pause()

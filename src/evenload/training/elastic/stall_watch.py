@@ -26,6 +26,7 @@ _NUM_KEPT = 500
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _COMPILES = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _SAVES = "evenload/training/checkpoint/"
+_STREAM = "evenload/training/data/stream.py"
 
 
 class StepDeadline:
@@ -68,9 +69,10 @@ class StallWatch(StepListener):
             self._thread.start()
 
     def on_trained(self, step: Step) -> None:
+        read_s = 0.0 if self._starts else self._context.clock.read_s
         self._starts = False
         if step.stats.is_usual:
-            self._deadline.add(time.perf_counter() - step.stats.begun_s)
+            self._deadline.add(time.perf_counter() - step.stats.begun_s + read_s)
 
     def on_loop_end(self) -> None:
         self._starts = True
@@ -85,7 +87,8 @@ class StallWatch(StepListener):
         is_second = False
         while not self._closed.wait(_EVERY_S):
             segment, seconds = clock.current, time.perf_counter() - clock.since_s
-            if self._context.loop.in_backward and segment in ("wait", "comm") and seconds > self._deadline.seconds:
+            waits = self._context.loop.in_backward or clock.reads
+            if waits and segment in ("wait", "comm") and seconds > self._deadline.seconds:
                 self._send(Waits(worker, seconds))
             is_second = not is_second
             if is_second:
@@ -114,5 +117,7 @@ def find_excuse(frame: FrameType | None) -> str:
             return "it compiles"
         if _SAVES in name:
             return "it writes a checkpoint"
+        if name.endswith(_STREAM) and frame.f_code.co_name == "begin":
+            return "it reads its stream up to this step"
         frame = frame.f_back
     return ""

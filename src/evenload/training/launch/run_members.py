@@ -291,8 +291,7 @@ class RunMembers:
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
         elif isinstance(message, Suspects):
-            if not self._suspects:
-                self._suspected_s = time.monotonic()
+            self._suspected_s = self._suspected_s if self._suspects else time.monotonic()
             self._suspects[message.worker] = message
         elif isinstance(message, Activity | Waits):
             self._stalls.take(message, time.monotonic())
@@ -319,21 +318,23 @@ class RunMembers:
         self._act(decider.lost([LostWorker(suspect, text, time.time())]))
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
-        """Kill a member that stalls the others, if they can go on without it or start again; print a line otherwise."""
+        """Kill members that stall the others, if they can go on without them or start again; print a line otherwise."""
         members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
         found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
+        losses: list[LostWorker] = []
         for name, reason in found.stalled.items():
-            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
             if self._workers[name].poll() is not None:
                 continue  # its end is dealt with
-            if not (why := decider.why_not_without([name])) or self._can_start_again():
+            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
+            if not (why := decider.why_not_without([*(n.worker for n in losses), name])) or self._can_start_again():
                 self._forget(name)
-                self._act(decider.lost([LostWorker(name, text, time.time())]))
+                losses.append(LostWorker(name, text, time.time()))
             elif name not in self._reported_stalls:
                 self._reported_stalls.add(name)
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
+        self._act(decider.lost(losses) if losses else ())  # together: each is named by the rank that it had
 
     def _can_start_again(self) -> bool:  # all ranks; those of several machines never do
         return False

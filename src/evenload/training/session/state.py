@@ -280,8 +280,8 @@ class Saver:
             return
         why = "an optimizer had not finished its step" if self.in_optimizer else loop.unsound
         if why := why or ("the islands had not synchronised" if self._is_split else ""):
-            newest_step = max(self._written_step, 0)
-            self._report_not_saved(f", the weights may be wrong: {why}; the newest checkpoint is of step {newest_step}")
+            newest = f"is of step {self._written_step}" if self._written_step >= 0 else "was never written"
+            self._report_not_saved(f", the weights may be wrong: {why}; the newest checkpoint {newest}")
             return
         try:
             with worker.saving(self._context.spec):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from evenload.balance.batch import best_split
 from evenload.balance.contention import Contention, ReplicaObservation
 from evenload.balance.decision import Decision, Observation, expected_gains
-from evenload.balance.memory_caps import MemoryCaps
+from evenload.balance.memory_caps import SINGLE_TRIES, MemoryCaps
 from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import ReplicaBalancer
@@ -300,13 +300,12 @@ class Planner(StepsInOrder):
         """Return the step in smaller micro-batches, which hold from now on: ranks ran out of memory.
 
         Raises:
-            DataError: a rank can't hold a single sample.
+            DataError: a rank can't hold a single sample, and the step was repeated for it before.
         """
         largest = [max(max(row[rank], 1) for row in plan.micro) if out else None for rank, out in enumerate(failed)]
-        if 1 in largest:
-            raise DataError(
-                f"rank {largest.index(1)} ran out of memory with one sample in a micro-batch: the model is too big for it"
-            )
+        if 1 in largest and self._memory.gives_up(step):
+            who = f"rank {largest.index(1)} ran out of memory {SINGLE_TRIES} times in step {step}"
+            raise DataError(f"{who} with one sample in a micro-batch: the model is too big for it; leave it out (-d)")
         new = self._memory.lower(self._assignments[-1].caps, largest, step)
         self._set_caps(new, from_step=0)
         micro = self._cut(plan.shares, plan.num_samples, 1, new)
