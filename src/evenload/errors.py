@@ -56,7 +56,7 @@ class CheckpointError(EvenloadError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, torn or changed."""
+    """A file of a checkpoint is missing, torn or changed, or must not be read."""
 
 
 class LaunchError(EvenloadError):

@@ -182,7 +182,7 @@ def read_newest(folder: Path) -> FoundCheckpoint | None:
     """Read the newest complete checkpoint of a run folder; None if it has no checkpoint.
 
     Raises:
-        CheckpointError: all are damaged, or one that is newer than the complete ones needs a newer Evenload or can't be read.
+        CheckpointError: all are damaged, or one that is newer than the complete ones needs a newer Evenload.
     """
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(checkpoint_folders(folder)):
@@ -222,10 +222,12 @@ def read(checkpoint: Path) -> dict[str, Any]:
     """Read a whole checkpoint, tensors on the CPU.
 
     Raises:
-        DamagedError: a file is missing, torn or changed.
+        DamagedError: a file is missing, torn or changed, or this is no folder, or it must not be read.
         CheckpointError: a newer version of Evenload wrote it, or a file can't be read.
     """
     try:
+        if not checkpoint.is_dir():
+            raise DamagedError(f"{checkpoint} is {'a link to nothing' if checkpoint.is_symlink() else 'no folder'}")
         schema = integrity.read_schema(checkpoint) or _read_skeleton(checkpoint).get("schema")
         if schema not in _SCHEMAS:
             raise CheckpointError(
@@ -236,7 +238,8 @@ def read(checkpoint: Path) -> dict[str, Any]:
             raise DamagedError(_damaged(checkpoint, damage))
         return _read_state(checkpoint, _read_skeleton(checkpoint))
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {checkpoint} can't be read: {error}") from error
+        kind = DamagedError if isinstance(error, PermissionError) else CheckpointError
+        raise kind(f"the checkpoint {checkpoint} can't be read: {error}") from error
 
 
 def _read_state(checkpoint: Path, skeleton: Mapping[str, Any]) -> dict[str, Any]:
