@@ -55,7 +55,7 @@ from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
 from evenload.training.launch.restarts import cause_of
 from evenload.training.launch.server_process import goes_on_without, may_lose, what_joiners_do
-from evenload.training.launch.stalls import StallMonitor
+from evenload.training.launch.stalled_members import StalledMembers
 
 if TYPE_CHECKING:
     from evenload.rendezvous.world import World
@@ -64,8 +64,6 @@ _SILENCE_S = 5.0
 """A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
 _ANNOUNCE_S = 0.5
 """Between two looks for something to announce that no instruction came with."""
-_OPINIONS_S = 0.3
-"""Time from the first suspicion to the decision, for the opinions of the other ranks."""
 
 
 class RunMembers:
@@ -85,11 +83,7 @@ class RunMembers:
         """Of this machine's places, by local rank: the spec of the first worker."""
         self._devices: dict[int, RankDevice] = {}
         self._due: list[tuple[float, StartWorker]] = []
-        self._suspects: dict[str, Suspects] = {}
-        """The newest suspicion of each worker."""
-        self._suspected_s = 0.0
-        self._stalls = StallMonitor()
-        self._reported_stalls: set[str] = set()
+        self._stalls = StalledMembers(self._workers, self._gone, self._machines.is_quiet, self.where)
         self._next_step = 0
         self._has_begun = False
         self._announced: dict[str, Any] = {}
@@ -166,7 +160,7 @@ class RunMembers:
         self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
         self._poll_joiners(decider)
         self._poll_leavers(decider)
-        self._judge_suspects(decider)
+        self._end_stalled(decider)
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
         elif may_lose(self._host.folder):
@@ -174,8 +168,6 @@ class RunMembers:
         now_s = time.monotonic()
         if now_s - self._announced_s >= _ANNOUNCE_S:
             self._announce(decider)
-        if self._stalls.is_due(now_s):
-            self._end_stalled(decider, now_s)
         due, self._due = self._due, [(due_s, start) for due_s, start in self._due if due_s > now_s]
         for start in (start for due_s, start in due if due_s <= now_s):
             if self._machines.is_lost(start.place.node):
@@ -290,50 +282,33 @@ class RunMembers:
                 self._print(before.text(self.where, self._next_step))
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
-        elif isinstance(message, Suspects):
-            if not self._suspects:
-                self._suspected_s = time.monotonic()
-            self._suspects[message.worker] = message
-        elif isinstance(message, Activity | Waits):
-            self._stalls.take(message, time.monotonic())
+        elif isinstance(message, Suspects | Activity | Waits):
+            self._stalls.take(message)
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
 
-    def _judge_suspects(self, decider: MembershipDecider) -> None:
-        """Decide who does not respond: the one that most suspect, if it still runs."""
-        if not self._suspects or time.monotonic() - self._suspected_s < _OPINIONS_S:
-            return
-        named = [message.suspect for message in self._suspects.values() if message.suspect in decider.members]
-        stopped = [name for name in decider.members if self._workers[name].is_stopped()]
-        candidates = stopped or named
-        messages, self._suspects = self._suspects, {}
-        if not candidates:
-            return
-        suspect = max(dict.fromkeys(candidates), key=lambda name: (candidates.count(name), decider.rank_of(name)))
-        if self._workers[suspect].poll() is not None or suspect in self._gone or self._machines.is_quiet(suspect):
-            return  # its end is dealt with
-        reason = next((message.reason for message in messages.values() if message.suspect == suspect), "")
-        state = "is stopped (SIGSTOP)" if suspect in stopped else "does not respond"
-        text = f"rank {decider.rank_of(suspect)} ({self.where(suspect)}) {state}{f': {reason}' if reason else ''}"
-        self._forget(suspect)
-        self._act(decider.lost([LostWorker(suspect, text, time.time())]))
-
-    def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
-        """Kill a member that stalls the others, if they can go on without it or start again; print a line otherwise."""
-        members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
-        found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
-        for name, reason in found.absent.items():
-            self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
-        for name, reason in found.stalled.items():
-            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
-            if self._workers[name].poll() is not None:
-                continue  # its end is dealt with
-            if not (why := decider.why_not_without([name])) or self._can_start_again():
-                self._forget(name)
-                self._act(decider.lost([LostWorker(name, text, time.time())]))
-            elif name not in self._reported_stalls:
-                self._reported_stalls.add(name)
+    def _end_stalled(self, decider: MembershipDecider) -> None:
+        """Kill a member that does not respond, if the others can go on without it or start again; print a line otherwise."""
+        found = self._stalls.judge(decider)
+        for line in found.lines:
+            self._print(line)
+        for name, text in found.suspects.items():
+            self._leave_out(decider, name, text)
+        for name, text in found.stalled.items():
+            why = decider.why_not_without([name]) or self._late.why_not(decider, [name])
+            if not why or self._can_start_again():
+                self._leave_out(decider, name, text)
+            elif self._stalls.is_news(name):
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
+
+    def _leave_out(self, decider: MembershipDecider, name: str, text: str) -> None:
+        self._forget(name)
+        cause = FailureCause(text, 1, time_s=time.time(), lost=True)
+        self._late.note(decider, {name: cause})
+        if self._late.why_not(decider, [name]):
+            self.end_cause = self.end_cause or cause
+        else:
+            self._act(decider.lost([LostWorker(name, text, time.time())]))
 
     def _can_start_again(self) -> bool:  # all ranks; those of several machines never do
         return False
@@ -396,7 +371,6 @@ class RunMembers:
             match instruction:
                 case SendChange(change, to):
                     self._host.outputs.set_ranks(change.workers)
-                    self._suspects.clear()
                     self._stalls.begin_generation()
                     for name in to:
                         if name not in self._gone and (channel := self._workers[name].channel) is not None:
