@@ -75,7 +75,9 @@ class StalledMembers:
             return found
         members = [name for name in decider.members if name not in self._gone and not self._is_quiet(name)]
         judged = self._monitor.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
-        found.lines = [f"{self._who(decider, name)}: {why}; the other ranks wait" for name, why in judged.absent.items()]
+        found.lines = [
+            f"{self._who(decider, name)}: {why}; the other ranks wait" for name, why in judged.absent.items()
+        ]
         found.stalled = {
             name: f"{self._who(decider, name)} does not respond: {reason}"
             for name, reason in judged.stalled.items()

@@ -22,10 +22,11 @@ from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
+from evenload.training.comm.subset import Subset
 from evenload.training.compute import batchnorm
 from evenload.training.data.checks import check_loader
 from evenload.training.data.evaluate import EvaluationMembers, close_persistent_workers, evaluation_batches
-from evenload.training.data.gather import follow_evaluation, gather_values
+from evenload.training.data.gather import follow_evaluation, gather_values, reduce_values
 from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
@@ -219,9 +220,16 @@ class Session(StepListener):
         )
 
     def any(self, flag: float) -> bool:
-        is_for_some = self._evaluation_parts.is_inside and self._evaluation_parts.without_batches
-        operation = Operation.ANY_BATCH if is_for_some else Operation.ANY
+        operation = Operation.ANY_BATCH if self._evaluation_parts.are_for_some else Operation.ANY
         return any(row[0] for row in self._context.control.exchange(operation, [flag]))
+
+    def reduce(self, value: Any, op: str, subset: Subset | None) -> Any:
+        return reduce_values(value, op, subset, self._evaluation_parts, self._context.groups, self._context.control)
+
+    def barrier(self) -> None:
+        operation = Operation.BARRIER_BATCH if self._evaluation_parts.are_for_some else Operation.BARRIER
+        with self._context.clock.segment("wait"):
+            self._context.control.barrier(operation)
 
     def gather(self, value: Any) -> Any:
         with self._context.clock.segment("other"):
