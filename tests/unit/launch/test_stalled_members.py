@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from evenload.rendezvous.peer_monitor import PeerMonitor
-from evenload.training.launch import late_losses, run_members, stalled_members
+from evenload.training.launch import late_losses, run_members
 from evenload.training.launch.membership_messages import Finished, MessageChannel, Suspects
 from evenload.training.launch.run_members import RunMembers
 from tests.unit.launch.test_membership_decider import started
@@ -51,7 +51,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (late_losses, run_members, stalled_members):
+    for module in (late_losses, run_members):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -7,6 +7,7 @@ which lists what each does: a `break` on one rank is an error, never a hang.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -118,6 +119,8 @@ class Control:
         """True from the begin of a loop over `run.batches` until all ranks are known to have left it; equal on all ranks."""
         self._without_batches: Callable[[], Collection[int]] = tuple
         self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
+        self.waits_since_s = 0.0
+        """Since when, by `time.monotonic`, this rank waits in an exchange; 0 if it doesn't."""
         self.guard: Guard | None = None
         """Repeats collectives in which a rank is lost (elastic/); None: a lost rank is an error."""
         self.after_others_gather: Callable[[Callable[[], None]], None] = lambda note: note()
@@ -249,10 +252,13 @@ class Control:
             )
 
     def _exchange_row(self, operation: Operation, row: Sequence[float]) -> NDArray[np.float64]:
+        self.waits_since_s = time.monotonic()
         try:
             return self._groups.exchange_row(row)
         except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise self._lost(operation, error) from None
+        finally:
+            self.waits_since_s = 0.0
 
     def _outside(self, table: NDArray[np.float64]) -> NDArray[np.bool_] | None:
         """Return which ranks an exchange of others is not for, where it ends without them; None where the ranks disagree.

@@ -55,7 +55,7 @@ from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
 from evenload.training.launch.restarts import cause_of
 from evenload.training.launch.server_process import goes_on_without, may_lose, what_joiners_do
-from evenload.training.launch.stalled_members import StalledMembers
+from evenload.training.launch.stalls import StallMonitor
 
 if TYPE_CHECKING:
     from evenload.rendezvous.world import World
@@ -83,7 +83,8 @@ class RunMembers:
         """Of this machine's places, by local rank: the spec of the first worker."""
         self._devices: dict[int, RankDevice] = {}
         self._due: list[tuple[float, StartWorker]] = []
-        self._stalls = StalledMembers(self._workers, self._gone, self._machines.is_quiet, self.where)
+        self._stalls = StallMonitor()
+        self._reported_stalls: set[str] = set()
         self._next_step = 0
         self._has_begun = False
         self._announced: dict[str, Any] = {}
@@ -160,7 +161,6 @@ class RunMembers:
         self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
         self._poll_joiners(decider)
         self._poll_leavers(decider)
-        self._end_stalled(decider)
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
         elif may_lose(self._host.folder):
@@ -168,6 +168,8 @@ class RunMembers:
         now_s = time.monotonic()
         if now_s - self._announced_s >= _ANNOUNCE_S:
             self._announce(decider)
+        if self._stalls.is_due(now_s):
+            self._end_stalled(decider, now_s)
         due, self._due = self._due, [(due_s, start) for due_s, start in self._due if due_s > now_s]
         for start in (start for due_s, start in due if due_s <= now_s):
             if self._machines.is_lost(start.place.node):
@@ -283,22 +285,27 @@ class RunMembers:
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
         elif isinstance(message, Suspects | Activity | Waits):
-            self._stalls.take(message)
+            self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
 
-    def _end_stalled(self, decider: MembershipDecider) -> None:
-        """Kill a member that does not respond, if the others can go on without it or start again; print a line otherwise."""
-        found = self._stalls.judge(decider)
-        for line in found.lines:
-            self._print(line)
-        for name, text in found.suspects.items():
-            self._leave_out(decider, name, text)
-        for name, text in found.stalled.items():
+    def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
+        """Kill a member that stalls the others, if they can go on without it or start again; print a line otherwise."""
+        members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
+        found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
+        if found.deadlock and self.end_cause is None:
+            self.end_cause = FailureCause(found.deadlock, 1, time_s=time.time())
+        for name, reason in found.absent.items():
+            self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
+        for name, reason in found.stalled.items():
+            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
+            if self._workers[name].poll() is not None:
+                continue  # its end is dealt with
             why = decider.why_not_without([name]) or self._late.why_not(decider, [name])
             if not why or self._can_start_again():
                 self._leave_out(decider, name, text)
-            elif self._stalls.is_news(name):
+            elif name not in self._reported_stalls:
+                self._reported_stalls.add(name)
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
 
     def _leave_out(self, decider: MembershipDecider, name: str, text: str) -> None:
