@@ -92,12 +92,14 @@ def list_checkpoints(run: Path) -> tuple[CheckpointInfo, ...]:
     checked_bytes = 0
     for folder in reversed(checkpoint_folders(run)):
         try:
-            info, written_s = read_info(folder), folder.stat().st_mtime
+            info, written_s = read_info(folder), folder.lstat().st_mtime
             stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
             size = sum(stat.st_size for _, stat in stats)
             checked_bytes += size
             files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
             damage = _damage(folder, checked_bytes <= _CHECKED_BYTES, files)
+        except PermissionError as error:
+            size, damage = 0, f"it can't be read: {error.strerror}"
         except OSError:  # removed meanwhile by the run, which keeps the newest
             continue
         value = info.get("value")

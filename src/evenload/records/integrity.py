@@ -83,6 +83,8 @@ def find_damage(checkpoint: Path, *, contents: bool = True) -> str:
     Raises:
         OSError: a file that is there can't be read.
     """
+    if not checkpoint.is_dir():
+        return "it is no folder"
     try:
         content = (checkpoint / INFO_FILE).read_bytes()
         info = json.loads(content)

@@ -20,7 +20,7 @@ from evenload.foreign_names import RUN_ELSEWHERE
 from evenload.training.checkpoint.export import pick_model, write_weights
 from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import collect
-from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.control import Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.launch import worker
 from evenload.training.launch.child_process import check_process
@@ -256,13 +256,12 @@ class Run:
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
         """Reduce a number, a tensor, or a dict or list of them over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
 
+        Inside a loop over `batches` it is over the ranks that have a batch there, and so are `gather`, `any` and `barrier`.
         With a `group` (see `group`), over its ranks only; a rank outside receives its own value.
         """
         self._refuse_in_loss_fn("run.reduce")
-        if group is None:
-            return collect.reduce_value(value, op, self._context.groups, self._context.control)
-        subset = subset_of(group, self._context.groups)
-        return value if subset is None else collect.reduce_value(value, op, subset, Control(subset))
+        subset = None if group is None else subset_of(group, self._context.groups)
+        return value if group is not None and subset is None else self._session.reduce(value, op, subset)
 
     @shows_usage("run.gather(predictions); several values in a tuple: run.gather((predictions, labels))")
     def gather(self, value: Any) -> Any:
@@ -289,8 +288,7 @@ class Run:
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
         self._refuse_in_loss_fn("run.barrier")
-        with self._context.clock.segment("wait"):
-            self._context.control.barrier(Operation.BARRIER)
+        self._session.barrier()
 
     @shows_usage("run.group([0, 1]), or run.group('cuda'), 'cpu' or 'node'")
     def group(self, ranks: Sequence[int] | str) -> dist.ProcessGroup:

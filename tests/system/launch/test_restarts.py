@@ -25,6 +25,12 @@ def die(when, rank):
     if point == when and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), getattr(signal, number or "SIGKILL"))
+if fault == "before init":
+    try:
+        Path("died").mkdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+    except FileExistsError:
+        pass
 run = evenload.init(seed=0, project_dir="run")
 with open("pids", "a") as file:
     print(os.getpid(), file=file)
@@ -115,6 +121,16 @@ def test_a_loss_before_the_first_step_starts_again_from_the_beginning(tmp_path):
     code, _, stderr = train(tmp_path, fault="preamble")
     assert code == 0 and "the run starts again from the beginning (restart 1 of 3)" in stderr, stderr
     assert len(restarts(tmp_path)) == 1
+
+
+def test_a_restart_before_there_is_a_run_folder_is_written_as_soon_as_there_is(tmp_path):
+    code, _, stderr = train(tmp_path, fault="before init")
+    line = "the run starts again from the beginning (restart 1 of 3)"
+    assert code == 0 and stderr.count(line) == 1, stderr
+    [event] = restarts(tmp_path)
+    assert line in event.message and "killed by SIGKILL" in event.fields["reason"] and event.fields["seconds"] > 0
+    kinds = [event.kind for event in read_events(tmp_path / "run")]
+    assert kinds.index("restarted") > kinds.index("open")
 
 
 @pytest.mark.parametrize(

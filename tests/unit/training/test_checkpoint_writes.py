@@ -235,6 +235,24 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on(
     assert names[-2:] == ["step-00000007.damaged", "step-00000008"] and not any(name[0] == "." for name in names)
 
 
+def test_a_file_with_the_name_of_a_checkpoint_is_passed_over(
+    job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = job().resume()
+    for _ in now.steps():
+        now.run.checkpoint()
+        break
+    now.run.close()
+    (tmp_path / "run" / "checkpoints" / "step-5").write_text("notes")
+    again = job().resume()
+    shown = capsys.readouterr().out
+    assert "step-5 is no folder; taking the newest complete one, step-00000001" in shown
+    assert "resuming at step 1" in shown
+    again.run.close()
+    kinds = [event.kind for event in read_events(tmp_path / "run")]
+    assert "damaged_checkpoint" in kinds
+
+
 def _big(seed: int) -> dict[str, Any]:
     return {"model": {"weight": torch.randn(100_000, generator=torch.Generator().manual_seed(seed))}}
 

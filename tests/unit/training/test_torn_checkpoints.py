@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from evenload.errors import CheckpointError, DamagedError
 from evenload.records import integrity
 from evenload.records.checkpoints import list_checkpoints
 from evenload.training.checkpoint import files
+from evenload.training.checkpoint.retention import Retention
 
 NUM_POINTS = 150
 
@@ -179,3 +181,45 @@ def test_load_checkpoint_and_export(damaged: Path, tmp_path: Path) -> None:
 def test_the_list_names_it(damaged: Path) -> None:
     rows = [(info.step, info.is_last, info.damage) for info in list_checkpoints(damaged)]
     assert rows == [(1, False, ""), (2, True, ""), (3, False, "tensors/__0_0.distcp does not match its checksum")]
+
+
+def test_one_that_must_not_be_read_ends_the_resume(run: Path) -> None:
+    """What it holds may be whole: an older one would take its steps back."""
+    path = run / "checkpoints" / "step-00000003"
+    path.chmod(0)
+    if is_root := os.geteuid() == 0:
+        for parent in list(run.parents)[:4]:
+            parent.chmod(parent.stat().st_mode | 0o055)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match="step-00000003 can't be read: .*Permission denied") as raised:
+            files.read_newest(run)
+        listed = list_checkpoints(run)
+    finally:
+        if is_root:
+            os.seteuid(0)
+        path.chmod(0o755)
+    assert not isinstance(raised.value, DamagedError)
+    assert [info.damage for info in listed] == ["", "", "it can't be read: Permission denied"]
+
+
+@pytest.mark.parametrize(("kind", "why"), [("file", "is no folder"), ("link", "is a link to nothing")])
+def test_what_is_no_checkpoint_is_passed_over(run: Path, kind: str, why: str) -> None:
+    path = run / "checkpoints" / "step-00000007"
+    if kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.write_text("notes")
+    found = files.read_newest(run)
+    listed = list_checkpoints(run)
+    assert found is not None and found.folder.name == "step-00000003"
+    assert why in found.report() and "step-00000007" in found.report()
+    assert [info.step for info in listed if info.is_last] == [3]
+    assert all(info.damage for info in listed if info.step == 7)
+    files.set_aside(found.damaged)
+    retention = Retention(run)
+    retention.set_options(2, None)
+    retention.settle(3)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        *("step-00000002", "step-00000003", "step-00000007.damaged"),
+    }

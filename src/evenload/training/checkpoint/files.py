@@ -222,10 +222,12 @@ def read(checkpoint: Path) -> dict[str, Any]:
     """Read a whole checkpoint, tensors on the CPU.
 
     Raises:
-        DamagedError: a file is missing, torn or changed.
+        DamagedError: a file is missing, torn or changed, or this is no folder.
         CheckpointError: a newer version of Evenload wrote it, or a file can't be read.
     """
     try:
+        if not checkpoint.is_dir():
+            raise DamagedError(f"{checkpoint} is {'a link to nothing' if checkpoint.is_symlink() else 'no folder'}")
         schema = integrity.read_schema(checkpoint) or _read_skeleton(checkpoint).get("schema")
         if schema not in _SCHEMAS:
             raise CheckpointError(

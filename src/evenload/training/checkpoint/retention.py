@@ -107,7 +107,7 @@ class Retention:
             return
         best = checkpoints.read_best(self._run)
         # Those without the file are an earlier version's, which kept all.
-        found = [folder for folder in checkpoints.checkpoint_folders(self._run) if (folder / INFO_FILE).exists()]
+        found = [folder for folder in checkpoints.checkpoint_folders(self._run) if any(folder.glob(INFO_FILE))]
         for folder in found[: -int(self._keep)]:
             if best is not None and checkpoints.step_of(folder) == best.step:
                 continue

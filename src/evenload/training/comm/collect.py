@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,10 +47,15 @@ def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> A
         ConfigError: an unknown operation or kind of value.
         DesyncError: the ranks pass different dicts, lists, shapes or dtypes.
     """
+    outline = check_reducible(value, op)
+    return control.guarded(lambda: _reduce_on_all(value, outline, op, members, control))
+
+
+def check_reducible(value: Any, op: str) -> str:
+    """Return the structure of a value, without its numbers; ConfigError as in `reduce_value`."""
     if op not in _OPERATIONS:
         raise ConfigError(f"run.reduce(op={op!r}): expected one of {', '.join(_OPERATIONS)}")
-    outline = _outline(value, op)
-    return control.guarded(lambda: _reduce_on_all(value, outline, op, members, control))
+    return _outline(value, op)
 
 
 def _reduce_on_all(value: Any, outline: str, op: str, members: RankGroup, control: Control) -> Any:
@@ -59,7 +66,7 @@ def _reduce_on_all(value: Any, outline: str, op: str, members: RankGroup, contro
                 f"run.reduce received different values: rank {members.ranks[0]} and rank {rank} differ in keys, lengths or "
                 f"kinds; on rank {members.rank} the value is {outline}"
             )
-    return _reduce_parts(value, op, members, control)
+    return map_parts(value, op, lambda tensor, kind: _reduce(tensor, kind, op, members, control))
 
 
 def _outline(value: Any, op: str) -> str:
@@ -91,21 +98,42 @@ def _check_tensor(tensor: torch.Tensor, op: str) -> None:
         raise ConfigError(f"run.reduce(op={op!r}) got complex numbers, which have no order; take sum or mean")
 
 
-def _reduce_parts(value: Any, op: str, members: RankGroup, control: Control) -> Any:
+def map_parts(value: Any, op: str, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+    """Return a value with `part` of each number, tensor and array in it, in an order that is the same on all ranks.
+
+    `part` takes a tensor on the CPU, an integer that differs where the kinds do, and returns the reduced one.
+    """
     if isinstance(value, dict):
-        reduced = {key: _reduce_parts(value[key], op, members, control) for key in sorted(value, key=repr)}
+        reduced = {key: map_parts(value[key], op, part) for key in sorted(value, key=repr)}
         return {key: reduced[key] for key in value}
     if isinstance(value, list | tuple):
-        parts = [_reduce_parts(part, op, members, control) for part in value]
+        parts = [map_parts(each, op, part) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, np.ndarray):
-        return _reduce_parts(_as_tensor(value), op, members, control).numpy()
+        return map_parts(_as_tensor(value), op, part).numpy()
     if isinstance(value, torch.Tensor):
-        return _reduce(value, _FIRST_DTYPE + _DTYPES.index(value.dtype), op, members, control).to(value.device)
+        own = value.detach().cpu().clone()
+        if op == "mean" and not (own.is_floating_point() or own.is_complex()):
+            own = own.double()
+        return part(own, _FIRST_DTYPE + _DTYPES.index(value.dtype)).to(value.device)
     if isinstance(value, _INTEGERS):
         dtype = torch.float64 if op == "mean" else torch.int64
-        return _reduce(torch.tensor(int(value), dtype=dtype), _INTEGER, op, members, control).item()
-    return _reduce(torch.tensor(float(value), dtype=torch.float64), _FLOAT, op, members, control).item()
+        return part(torch.tensor(int(value), dtype=dtype), _INTEGER).item()
+    return part(torch.tensor(float(value), dtype=torch.float64), _FLOAT).item()
+
+
+def reduce_here(parts: Sequence[tuple[torch.Tensor, int]], op: str) -> torch.Tensor:
+    """Reduce what ranks have passed to `map_parts`, in their order; DesyncError if they differ in kind or shape."""
+    tensors = [tensor for tensor, _ in parts]
+    if {kind for _, kind in parts} == {_INTEGER, _FLOAT}:
+        tensors = [tensor.double() for tensor in tensors]
+    elif any((kind, tensor.shape) != (parts[0][1], tensors[0].shape) for tensor, kind in parts):
+        received = "; ".join(_describe(kind, tensor.numel()) for tensor, kind in parts)
+        raise DesyncError(
+            f"run.reduce received different values: {received}; pass the same shape and dtype on every rank"
+        )
+    total = functools.reduce({"min": torch.minimum, "max": torch.maximum}.get(op, torch.add), tensors)
+    return total / len(tensors) if op == "mean" else total
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -118,9 +146,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _reduce(tensor: torch.Tensor, kind: int, op: str, members: RankGroup, control: Control) -> torch.Tensor:
-    result = tensor.detach().cpu().clone()
-    if op == "mean" and not (result.is_floating_point() or result.is_complex()):
-        result = result.double()
+    result = tensor
     shape = float(zlib.crc32(repr(tuple(result.shape)).encode()))
     rows = control.exchange(Operation.REDUCE, [float(kind), float(result.numel()), shape])
     kinds = {row[0] for row in rows}

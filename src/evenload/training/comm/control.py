@@ -7,6 +7,7 @@ which lists what each does: a `break` on one rank is an error, never a hang.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -57,6 +58,8 @@ class Operation(enum.IntEnum):
     """The next batch of an iterable dataset in such a loop. It is as `END_ROUND` to a rank without batches alone."""
     ANY_BATCH = 21
     """`ANY` inside a loop over `run.batches`; see `Control.join_gathers`."""
+    REDUCE_BATCH = 22
+    BARRIER_BATCH = 23
 
 
 _DOING = {
@@ -82,6 +85,8 @@ _DOING = {
     Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
     Operation.SYNCHRONISE: "synchronises its island",
     Operation.ANY_BATCH: "calls run.any in a loop over run.batches",
+    Operation.REDUCE_BATCH: "calls run.reduce in a loop over run.batches",
+    Operation.BARRIER_BATCH: "calls run.barrier in a loop over run.batches",
 }
 
 
@@ -91,11 +96,12 @@ _CALLED_BY_ALL = (
 )
 """Operations that a script may call on one rank by mistake."""
 
-_IN_LOOPS = (Operation.GATHER_BATCH, Operation.ANY_BATCH)
+_GATHERS = (Operation.GATHER_BATCH, Operation.REDUCE_BATCH)
+_IN_LOOPS = (*_GATHERS, Operation.ANY_BATCH, Operation.BARRIER_BATCH)
 
 _TOGETHER = (
     *(Operation.EVALUATE, Operation.REDUCE, Operation.BARRIER, Operation.GROUP, Operation.MAIN_FIRST),
-    *(Operation.GATHER, Operation.GATHER_BATCH),
+    *(Operation.GATHER, *_GATHERS, Operation.BARRIER_BATCH),
 )
 
 
@@ -113,6 +119,8 @@ class Control:
         """True from the begin of a loop over `run.batches` until all ranks are known to have left it; equal on all ranks."""
         self._without_batches: Callable[[], Collection[int]] = tuple
         self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
+        self.waits_since_s = 0.0
+        """Since when, by `time.monotonic`, this rank waits in an exchange; 0 if it doesn't."""
         self.guard: Guard | None = None
         """Repeats collectives in which a rank is lost (elastic/); None: a lost rank is an error."""
         self.after_others_gather: Callable[[Callable[[], None]], None] = lambda note: note()
@@ -188,11 +196,12 @@ class Control:
             while ((heads := table[:, :_HEAD]) != heads[0]).any():
                 outside = self._outside(table)
                 if outside is None:
-                    raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
+                    without = self._without_batches() if self._may_be_in_loops else ()
+                    raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks, without))
                 table[outside, _HEAD:] = 0.0
                 if not outside[self._groups.ranks.index(self._groups.rank)]:
                     return table[:, _HEAD:end]
-                is_gather = Operation.GATHER_BATCH in heads[~outside, 0]
+                is_gather = np.isin(heads[~outside, 0], _GATHERS).any()
                 self.after_others_gather(self._send_nothing(table[:, _HEAD:]) if is_gather else lambda: None)
                 table = self._exchange_row(operation, row)
             parts.append(table[:, _HEAD:end])
@@ -243,10 +252,13 @@ class Control:
             )
 
     def _exchange_row(self, operation: Operation, row: Sequence[float]) -> NDArray[np.float64]:
+        self.waits_since_s = time.monotonic()
         try:
             return self._groups.exchange_row(row)
         except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise self._lost(operation, error) from None
+        finally:
+            self.waits_since_s = 0.0
 
     def _outside(self, table: NDArray[np.float64]) -> NDArray[np.bool_] | None:
         """Return which ranks an exchange of others is not for, where it ends without them; None where the ranks disagree.
@@ -317,7 +329,7 @@ class Control:
         self.exchange(operation)
 
 
-def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
+def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int], without_batches: Collection[int]) -> str:
     places: dict[str, list[int]] = {}
     operations = {Operation(int(head[0])) for head in heads}
     one_epoch = len({head[1] for head in heads}) == 1
@@ -337,6 +349,12 @@ def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
         every = (
             " A rank whose script has ended has a shorter loop than the others: another number of epochs (range), or a break, "
             "return or sys.exit() under a condition of its own (time, run.rank, its own loss). Give all ranks the same loop."
+        )
+    if without_batches and len(without_batches) < len(all_ranks):
+        names = ", ".join(map(str, without_batches))
+        every += (
+            f" The last loop over run.batches had no batch for rank {names}, which is past it: calls inside the loop are among "
+            "the ranks that have batches. An iterator that is not used up is such a loop, too: close() it."
         )
     return (
         f"the ranks do different things: {who}.{every} All ranks must leave a loop together: "

@@ -1,4 +1,4 @@
-"""Gather values of unequal length from all ranks, in the order of `run.batches`: `run.gather`.
+"""Gather values of unequal length from all ranks, in the order of `run.batches`: `run.gather`; reduce inside its loops.
 
 Note [Order of gathered values]
   `run.batches` cuts each round over the ranks, so the ranks' parts of one round, joined by rank, are in the loader's order. The
@@ -8,7 +8,8 @@ Note [Order of gathered values]
 
 Note [Ranks without batches]
   A rank with a share of 0 has no batches, so it never reaches a gather inside the loop. It takes part from wherever it waits
-  next, with nothing of its own: see `Control.join_gathers`.
+  next, with nothing of its own: see `Control.join_gathers`. The same holds for a sum inside the loop, which is over the ranks
+  that have a batch: their values are gathered, and each adds them up.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenload.errors import ConfigError, DesyncError, PeerLostError
+from evenload.errors import ConfigError, DesyncError, PeerLostError, StepError
+from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.subset import Subset
 
 
 class EvaluationParts:
@@ -90,6 +93,11 @@ class EvaluationParts:
     def is_inside(self) -> bool:
         """True inside the body of a loop over `run.batches`."""
         return self._is_running and bool(self.sizes)
+
+    @property
+    def are_for_some(self) -> bool:
+        """True inside a loop in which other ranks have no batches: what is called there is not for them."""
+        return self.is_inside and bool(self.without_batches)
 
 
 def follow_evaluation(groups: Groups, control: Control) -> EvaluationParts:
@@ -184,6 +192,49 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
         for index, leaf in enumerate(leaves)
     ]
     return _rebuild(value, iter(joined).__next__)
+
+
+def reduce_values(
+    value: Any, op: str, subset: Subset | None, parts: EvaluationParts, groups: Groups, control: Control
+) -> Any:
+    """Reduce a value over all ranks, or a subset; in a loop over `run.batches` over the ranks that have a batch there.
+
+    Errors as in `collect.reduce_value`; StepError: a rank of the subset has no batches in such a loop.
+    """
+    if subset is None:
+        return (_reduce_in_loop if parts.are_for_some else collect.reduce_value)(value, op, groups, control)
+    without = [rank for rank in subset.ranks if groups.membership.workers[rank] in parts.without_batches]
+    if without and parts.are_for_some:
+        raise StepError(
+            f"run.reduce(group=...) in a loop over run.batches that has no batch for rank {without[0]} of the group; call it "
+            "after the loop"
+        )
+    return collect.reduce_value(value, op, subset, Control(subset))
+
+
+def _reduce_in_loop(value: Any, op: str, groups: Groups, control: Control) -> Any:
+    """Reduce a value over the ranks that have a batch, beside others that have none; see Note [Ranks without batches]."""
+    outline = collect.check_reducible(value, op)
+    own: list[tuple[_TensorPart, int]] = []
+
+    def note(tensor: torch.Tensor, kind: int) -> torch.Tensor:
+        own.append((_pack(tensor), kind))
+        return tensor
+
+    collect.map_parts(value, op, note)
+    data = pickle.dumps((outline, own), protocol=pickle.HIGHEST_PROTOCOL)
+
+    def exchange() -> list[bytes]:
+        table = control.exchange_table(Operation.REDUCE_BATCH, [float(len(data)), 0.0, 0.0])
+        return _exchange_bytes(data, [int(length) for length in table[:, 0]], groups)
+
+    sent = [pickle.loads(each) for each in control.guarded(exchange) if each]
+    if any(outline != sent[0][0] for outline, _ in sent):
+        raise DesyncError(f"run.reduce received different values: {'; '.join(outline for outline, _ in sent)}")
+    parts = iter(
+        [[(part.tensor(), kind) for part, kind in each] for each in zip(*(own for _, own in sent), strict=True)]
+    )
+    return collect.map_parts(value, op, lambda *_: collect.reduce_here(next(parts), op))
 
 
 def _exchange_bytes(own: bytes, lengths: Sequence[int], groups: Groups) -> list[bytes]:

@@ -87,6 +87,8 @@ class StallWatch(StepListener):
         is_second = False
         while not self._closed.wait(_EVERY_S):
             segment, seconds = clock.current, time.perf_counter() - clock.since_s
+            if (since_s := self._context.control.waits_since_s) and segment not in ("wait", "comm"):
+                segment, seconds = "wait", time.monotonic() - since_s
             waits = self._context.loop.in_backward or clock.reads
             if waits and segment in ("wait", "comm") and seconds > self._deadline.seconds:
                 self._send(Waits(worker, seconds))

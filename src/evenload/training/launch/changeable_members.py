@@ -10,7 +10,7 @@ from evenload.training.launch.environment import WorkerSpec, at_device
 from evenload.training.launch.membership_decider import MembershipDecider
 from evenload.training.launch.remote_workers import place_of
 from evenload.training.launch.request import LaunchRequest
-from evenload.training.launch.restarts import can_start_again
+from evenload.training.launch.restarts import can_start_again, write_events
 from evenload.training.launch.run_control import read_run_folder
 from evenload.training.launch.run_members import RunMembers
 
@@ -26,6 +26,12 @@ class ChangeableMembers(RunMembers):
     def has_leavers(self) -> bool:
         """True while a worker that has left still runs."""
         return len(self.workers) > len(self._decider.members if self._decider is not None else self._workers)
+
+    def poll(self) -> None:
+        super().poll()
+        if self._host.request.unwritten_events:
+            rest = write_events(read_run_folder(self._host.folder), self._host.request.unwritten_events)
+            self._host.request = replace(self._host.request, unwritten_events=rest)
 
     def for_restart(self) -> LaunchRequest:
         """Return the launch of the devices that are here now; its `num_restarts` is that of the place that has had most."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenload.config import COMMAND_LINE, SPAWN, resolve
 from evenload.errors import ConfigError
+from evenload.records.values import RunEvent
 from evenload.rendezvous.settings import RendezvousConfig
 from evenload.training.launch.devices import HostDevices, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
@@ -46,6 +47,8 @@ class LaunchRequest:
     """Restarts of lost workers at each device, or of all; joins and leaves don't count."""
     num_restarts: int = 0
     """Restarts before this launch, of which all workers were the last."""
+    unwritten_events: tuple[RunEvent, ...] = ()
+    """Events of earlier launches, for which there was no run folder."""
 
 
 def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[WorkerSpec, ...]:

@@ -82,12 +82,23 @@ def restart(
             again += f", with --{name} {','.join(f'{value:g}' for value in new or ())} for the devices that remain"
     line = f"{reason}; {'it' if why else 'the run'} starts again {where}{again} (restart {used + 1} of {limit})"
     print_line(f"evenload: {line}")
-    if folder is not None and is_run(folder):
-        seconds = time.time() - max(began_s, saved.time if saved is not None else 0.0)
-        fields = {"reason": reason, "seconds": seconds, "steps": num_steps}
-        with suppress(OSError):  # a full disk: the ranks report it
-            append_event(folder, RunEvent("restarted", line, time.time(), step, fields))
-    return replace(before, settings=settings, num_restarts=used + 1), text
+    seconds = time.time() - max(began_s, saved.time if saved is not None else 0.0)
+    fields = {"reason": reason, "seconds": seconds, "steps": num_steps}
+    event = RunEvent("restarted", line, time.time(), step, fields)
+    unwritten = write_events(folder, (*before.unwritten_events, event))
+    return replace(before, settings=settings, num_restarts=used + 1, unwritten_events=unwritten), text
+
+
+def write_events(folder: Path | None, events: Sequence[RunEvent]) -> tuple[RunEvent, ...]:
+    """Write events into a run folder; return those that must wait: there is no such folder yet, or its disk is full."""
+    if folder is None or not is_run(folder):
+        return tuple(events)
+    written = 0
+    with suppress(OSError):  # the ranks report a full disk
+        for event in events:
+            append_event(folder, replace(event, time=time.time()))
+            written += 1
+    return tuple(events[written:])
 
 
 def wait_before(request: LaunchRequest, received_signals: Sequence[int]) -> None:

@@ -64,8 +64,6 @@ _SILENCE_S = 5.0
 """A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
 _ANNOUNCE_S = 0.5
 """Between two looks for something to announce that no instruction came with."""
-_OPINIONS_S = 0.3
-"""Time from the first suspicion to the decision, for the opinions of the other ranks."""
 
 
 class RunMembers:
@@ -85,9 +83,6 @@ class RunMembers:
         """Of this machine's places, by local rank: the spec of the first worker."""
         self._devices: dict[int, RankDevice] = {}
         self._due: list[tuple[float, StartWorker]] = []
-        self._suspects: dict[str, Suspects] = {}
-        """The newest suspicion of each worker."""
-        self._suspected_s = 0.0
         self._stalls = StallMonitor()
         self._reported_stalls: set[str] = set()
         self._next_step = 0
@@ -166,7 +161,6 @@ class RunMembers:
         self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
         self._poll_joiners(decider)
         self._poll_leavers(decider)
-        self._judge_suspects(decider)
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
         elif may_lose(self._host.folder):
@@ -290,37 +284,17 @@ class RunMembers:
                 self._print(before.text(self.where, self._next_step))
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
-        elif isinstance(message, Suspects):
-            self._suspected_s = self._suspected_s if self._suspects else time.monotonic()
-            self._suspects[message.worker] = message
-        elif isinstance(message, Activity | Waits):
+        elif isinstance(message, Suspects | Activity | Waits):
             self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
-
-    def _judge_suspects(self, decider: MembershipDecider) -> None:
-        """Decide who does not respond: the one that most suspect, if it still runs."""
-        if not self._suspects or time.monotonic() - self._suspected_s < _OPINIONS_S:
-            return
-        named = [message.suspect for message in self._suspects.values() if message.suspect in decider.members]
-        stopped = [name for name in decider.members if self._workers[name].is_stopped()]
-        candidates = stopped or named
-        messages, self._suspects = self._suspects, {}
-        if not candidates:
-            return
-        suspect = max(dict.fromkeys(candidates), key=lambda name: (candidates.count(name), decider.rank_of(name)))
-        if self._workers[suspect].poll() is not None or suspect in self._gone or self._machines.is_quiet(suspect):
-            return  # its end is dealt with
-        reason = next((message.reason for message in messages.values() if message.suspect == suspect), "")
-        state = "is stopped (SIGSTOP)" if suspect in stopped else "does not respond"
-        text = f"rank {decider.rank_of(suspect)} ({self.where(suspect)}) {state}{f': {reason}' if reason else ''}"
-        self._forget(suspect)
-        self._act(decider.lost([LostWorker(suspect, text, time.time())]))
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
         """Kill members that stall the others, if they can go on without them or start again; print a line otherwise."""
         members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
         found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
+        if found.deadlock and self.end_cause is None:
+            self.end_cause = FailureCause(found.deadlock, 1, time_s=time.time())
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
         losses: list[LostWorker] = []
@@ -328,13 +302,26 @@ class RunMembers:
             if self._workers[name].poll() is not None:
                 continue  # its end is dealt with
             text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
-            if not (why := decider.why_not_without([*(n.worker for n in losses), name])) or self._can_start_again():
-                self._forget(name)
+            names = [*(loss.worker for loss in losses), name]
+            why = decider.why_not_without(names) or self._late.why_not(decider, names)
+            if not why or self._can_start_again():
                 losses.append(LostWorker(name, text, time.time()))
             elif name not in self._reported_stalls:
                 self._reported_stalls.add(name)
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
-        self._act(decider.lost(losses) if losses else ())  # together: each is named by the rank that it had
+        if losses:
+            self._leave_out(decider, losses)
+
+    def _leave_out(self, decider: MembershipDecider, losses: Sequence[LostWorker]) -> None:
+        """Kill members, together, so that each is named by the rank that it had."""
+        causes = {loss.worker: FailureCause(loss.reason, 1, time_s=loss.time_s, lost=True) for loss in losses}
+        for name in causes:
+            self._forget(name)
+        self._late.note(decider, causes)
+        if self._late.why_not(decider, [*causes]):
+            self.end_cause = self.end_cause or causes[losses[0].worker]
+        else:
+            self._act(decider.lost(losses))
 
     def _can_start_again(self) -> bool:  # all ranks; those of several machines never do
         return False
@@ -397,7 +384,6 @@ class RunMembers:
             match instruction:
                 case SendChange(change, to):
                     self._host.outputs.set_ranks(change.workers)
-                    self._suspects.clear()
                     self._stalls.begin_generation()
                     for name in to:
                         if name not in self._gone and (channel := self._workers[name].channel) is not None:

@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from evenload.training.launch.membership_messages import Activity, Waits
+from evenload.training.launch.membership_messages import Activity, Suspects, Waits
 
 STOPPED_S = 4.0
 """A process that is stopped for so long is stalled, whatever it did."""
+DEADLOCK_S = 600.0
+"""If all ranks wait for so long, and none computes, what they wait for does not come."""
 EVERY_S = 0.25
 _LONGEST_GAP_S = 1.0
 """After a longer time without a look this process itself was stopped, and what it knows is old."""
+_OPINIONS_S = 0.3
+"""Time from the first suspicion to the decision, for the opinions of the other ranks."""
 _WAIT_LASTS_S = 1.3
 """A worker that waits says so every half second."""
 _SAME_WAIT = 0.8
@@ -33,6 +37,8 @@ class StallFindings:
     """Worker -> reason, for people."""
     absent: dict[str, str]
     """Workers for whose own code the others wait for long, each reported once."""
+    deadlock: str = ""
+    """How long all of them have waited for each other, and where; empty if one works."""
 
 
 class StallMonitor:
@@ -44,16 +50,23 @@ class StallMonitor:
         self._stopped_since_s: dict[str, float] = {}
         self._judged_s = 0.0
         self._reported: set[tuple[str, str]] = set()
+        self._suspects: dict[str, Suspects] = {}
+        """The newest suspicion of each worker."""
+        self._suspected_s = 0.0
 
-    def take(self, message: Activity | Waits, now_s: float) -> None:
+    def take(self, message: Activity | Waits | Suspects, now_s: float) -> None:
         if isinstance(message, Activity):
             self._activities[message.worker] = message, now_s
-        else:
+        elif isinstance(message, Waits):
             self._waits[message.worker] = message, now_s
+        else:
+            self._suspected_s = self._suspected_s if self._suspects else now_s
+            self._suspects[message.worker] = message
 
     def begin_generation(self) -> None:
-        """Forget who waits: the members change."""
+        """Forget who waits, and for whom: the members change."""
         self._waits.clear()
+        self._suspects.clear()
 
     def is_due(self, now_s: float) -> bool:
         return now_s - self._judged_s >= EVERY_S
@@ -64,7 +77,7 @@ class StallMonitor:
             self._stopped_since_s.clear()
             self._waits.clear()
         self._judged_s = now_s
-        stalled: dict[str, str] = {}
+        stalled = self._most_suspected(members, stopped, now_s)
         if len(stopped) < len(members):  # whoever stops all of them means it
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
             for name, since_s in self._stopped_since_s.items():
@@ -87,7 +100,32 @@ class StallMonitor:
             elif min(waits_s) >= _ABSENT_S and (name, activity.position) not in self._reported:
                 self._reported.add((name, activity.position))
                 absent[name] = f"it has been between two steps for {seconds:.0f} s{self._where(name)}"
-        return StallFindings(stalled, absent)
+        return StallFindings(stalled, absent, self._deadlock(members, now_s))
+
+    def _most_suspected(self, members: Sequence[str], stopped: Collection[str], now_s: float) -> dict[str, str]:
+        """Return the one without whom a collective has failed, in the opinion of most; it is the stopped one, if there is one."""
+        if not self._suspects or now_s - self._suspected_s < _OPINIONS_S:
+            return {}
+        said, self._suspects = [*self._suspects.values()], {}
+        named = [*stopped] or [one.suspect for one in said if one.suspect in members]
+        if not named:
+            return {}
+        suspect = max(named, key=lambda name: (named.count(name), members.index(name)))
+        reason = next((one.reason for one in said if one.suspect == suspect), "a collective has failed")
+        return {suspect: f"its process is stopped (SIGSTOP): {reason}" if suspect in stopped else reason}
+
+    def _deadlock(self, members: Sequence[str], now_s: float) -> str:
+        known = [(name, *self._activities[name]) for name in members if name in self._activities]
+        waits = [now_s - at_s + one.seconds for _, one, at_s in known if one.segment in ("wait", "comm")]
+        if (
+            len(waits) < len(members)
+            or len(waits) < 2
+            or min(waits) < DEADLOCK_S
+            or now_s - max(at_s for *_, at_s in known) > 3
+        ):
+            return ""
+        where = "; ".join(f"{name}{self._where(name)}" for name in members)
+        return f"all ranks have waited for one another for {min(waits):.0f} s ({where}): the network between them is broken"
 
     def _where(self, name: str) -> str:
         activity, _ = self._activities.get(name, (None, 0.0))

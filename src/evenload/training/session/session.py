@@ -22,16 +22,16 @@ from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
+from evenload.training.comm.subset import Subset
 from evenload.training.compute import batchnorm
 from evenload.training.data.checks import check_loader
 from evenload.training.data.evaluate import EvaluationMembers, close_persistent_workers, evaluation_batches
-from evenload.training.data.gather import follow_evaluation, gather_values
+from evenload.training.data.gather import follow_evaluation, gather_values, reduce_values
 from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
-from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.print_once import warn_once
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
@@ -40,6 +40,7 @@ from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.live_objects import live_objects
+from evenload.training.session.open import is_watched
 from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -79,7 +80,7 @@ class Session(StepListener):
             context.loop.before_use = context.control.meet
         self._members: Members | None = None
         self._trains = trains = context.spec.mode == "train" and not asynchronous
-        if MessageChannel.is_free(context.spec.channel) and trains and not context.config.dry_run:
+        if is_watched(context.config, context.spec):
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
         # Under async rank 0 computes nothing.
@@ -219,9 +220,16 @@ class Session(StepListener):
         )
 
     def any(self, flag: float) -> bool:
-        is_for_some = self._evaluation_parts.is_inside and self._evaluation_parts.without_batches
-        operation = Operation.ANY_BATCH if is_for_some else Operation.ANY
+        operation = Operation.ANY_BATCH if self._evaluation_parts.are_for_some else Operation.ANY
         return any(row[0] for row in self._context.control.exchange(operation, [flag]))
+
+    def reduce(self, value: Any, op: str, subset: Subset | None) -> Any:
+        return reduce_values(value, op, subset, self._evaluation_parts, self._context.groups, self._context.control)
+
+    def barrier(self) -> None:
+        operation = Operation.BARRIER_BATCH if self._evaluation_parts.are_for_some else Operation.BARRIER
+        with self._context.clock.segment("wait"):
+            self._context.control.barrier(operation)
 
     def gather(self, value: Any) -> Any:
         with self._context.clock.segment("other"):
