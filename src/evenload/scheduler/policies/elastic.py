@@ -69,7 +69,8 @@ def _prior(most: int) -> tuple[float, ...]:
 def single_s(inputs: PolicyInput, job: Job) -> float:
     """Return the seconds the job still needs on one device; guessed from what it has done if its work is unknown."""
     spec, num, now_s = job.spec, job.spec.needs.min_devices, inputs.now_s
-    left, rate = work_left(job, now_s), job.rates[0] if job.rates else 0.0
+    left = None if job.total is None else work_left(job, now_s)
+    rate = job.rates[0] if job.rates else 0.0
     if rate > 0 and left is not None:
         return left / rate
     if left is None and spec.estimate_s is not None and not spec.estimate_source:
