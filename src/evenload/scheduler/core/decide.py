@@ -24,7 +24,7 @@ from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.guesses import oldest_work
@@ -91,7 +91,7 @@ class _Planning:
         self.changes.stop_held(keeping)
         self.changes.shrink(keeping)
         fixed = bound | self.changes.changed
-        movable = [j for j in order if j.state is JobState.RUNNING and j.id not in fixed and self.decision.preempts]
+        movable = [j for j in order if j.state is RUNNING and j.id not in fixed and self.decision.preempts]
         candidates = [(job, eligibility.usable(job), job.id in young) for job in movable]
         self.candidates = PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
         self._give_out(order)
@@ -143,10 +143,10 @@ class _Planning:
         has_speeds, shares = self.snapshot.layout.has_speeds, any(j.spec.share_device for j in self.snapshot.jobs)
         for job in order:
             if held and (reason := held.get(job.id)):
-                if job.state is not JobState.RUNNING:
+                if job.state is not RUNNING:
                     self._wait(job, reason)
                 continue
-            if job.state is JobState.RUNNING:
+            if job.state is RUNNING:
                 if candidates.pass_by(job):
                     if job.id in kinds and changes.is_elsewhere(job):
                         changes.change_kind(job, candidates)

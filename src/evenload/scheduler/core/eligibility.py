@@ -13,7 +13,7 @@ from dataclasses import replace
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice, pool_choice
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import PENDING, RUNNING, JobState
 from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
 
 _HOUR_S = 3600.0
@@ -43,7 +43,7 @@ class Eligibility:
         taken = set(self.closed)
         for job in snapshot.jobs:
             spec = job.spec
-            if job.state is not JobState.PENDING:
+            if job.state is not PENDING:
                 self.holders.append(job)
                 self.slots[job.id] = slots = [index[device] for device in job.devices]
                 target = [index[device] for device in job.target]
@@ -74,7 +74,7 @@ class Eligibility:
             self.coming += self.usable(job)
         elif limit_s is not None and job.held_until(self._now_s) >= limit_s:
             self._stop(job, JobState.FAILED, f"its time limit of {limit_s:g} s is over")
-        elif job.state is JobState.RUNNING:
+        elif job.state is RUNNING:
             self.running.append(job)
         elif job.state is JobState.RESIZING:
             self.coming += [slot for slot in self.usable(job) if slot not in target]
@@ -90,7 +90,7 @@ class Eligibility:
         for job in self.running:
             others = (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices))
             if (reservation := next(others, None)) is not None and job.spec.preemptible:
-                self._stop(job, JobState.PENDING, f"reservation {reservation.id} has begun")
+                self._stop(job, PENDING, f"reservation {reservation.id} has begun")
             else:
                 staying.append(job)
         self.running = staying

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job, Settings
 
 
@@ -12,7 +12,7 @@ def work_left(job: Job, now_s: float) -> float | None:
     if job.total is None:
         return None
     done = job.done
-    if job.state is JobState.RUNNING:
+    if job.state is RUNNING:
         done += job.rate_per_s * max(0.0, now_s - job.reported_s)
     return max(0.0, job.total - done)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from evenload.scheduler.core.estimates import change_s, work_left
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyInput
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job, Settings
 from evenload.scheduler.policies.devices_left import DevicesLeft, devices_left
 from evenload.scheduler.policies.guesses import guessed_s
@@ -78,7 +78,7 @@ def single_s(inputs: PolicyInput, job: Job) -> float:
         if left_s > 0:
             return left_s * num
     if rate > 0:
-        done = job.done + (job.rate_per_s * (now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
+        done = job.done + (job.rate_per_s * (now_s - job.reported_s) if job.state is RUNNING else 0.0)
         return guessed_s(inputs, job, done / rate / num) * num
     return guessed_s(inputs, job, job.service_until(now_s) / num) * num
 
@@ -228,7 +228,7 @@ def spread_rest(
 def _least(inputs: PolicyInput, job: Job) -> int:
     """Return how many devices a job has in any case if it is to have some: all that it holds if no policy can resize it."""
     least = job.spec.needs.min_devices
-    if job.state is JobState.RUNNING and least < job.spec.needs.max_devices:
+    if job.state is RUNNING and least < job.spec.needs.max_devices:
         return max(least, kept_devices(inputs, job))
     return len(job.devices) or least
 
