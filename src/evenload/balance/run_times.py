@@ -99,6 +99,8 @@ class PastRuns:
         """Take numbers of devices and seconds, both of the minimum that the job could run on."""
         self._runs = tuple(runs)
         self._known: dict[tuple[int, float | None], _RunTimes] = {}
+        self._fresh: dict[tuple[int, float | None], float] = {}
+        """The result for a job that never ran."""
 
     def left_s(self, num_devices: int, age_s: float, estimate_s: float | None = None) -> float:
         """Return the seconds (see the note) of a job that requests so many devices and ran for `age_s` on these.
@@ -106,9 +108,12 @@ class PastRuns:
         `estimate_s`: what similar jobs took there; None without such.
         """
         key = (num_devices, estimate_s)
+        if age_s == 0 and (fresh_s := self._fresh.get(key)) is not None:
+            return fresh_s
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _RunTimes(self._weights(num_devices, estimate_s))
+            self._fresh[key] = known.left_s(0.0)
         return known.left_s(age_s)
 
     def _weights(self, num_devices: int, estimate_s: float | None) -> dict[float, float]:

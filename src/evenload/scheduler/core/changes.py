@@ -105,10 +105,10 @@ class JobChanges:
     def move_to_faster(self, job: Job, window: BackfillWindow | None) -> None:
         """Move a job to as many free devices that no job before it gets, where that saves more than two restarts cost."""
         spec, own, free = job.spec, self._eligibility.slots[job.id], self._free
-        if not free.num_free or spec.share_device or not spec.preemptible or job.id in self.changed:
+        if spec.share_device or not spec.preemptible or job.id in self.changed:
             return
         slowest = min([self._speeds[slot] for slot in own])
-        if not any(free.has(zone) for zone, speed in self._zone_speeds.items() if speed > slowest):
+        if not any(map(free.has, [zone for zone, speed in self._zone_speeds.items() if speed > slowest])):
             return
         choice = self._choices.of(job)
         if is_young(job, self._snapshot.settings, self._now_s) or len(self._eligibility.usable(job)) < len(own):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenload.scheduler.core.backfill import BackfillWindow, backfill_window
@@ -25,7 +24,7 @@ from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.guesses import oldest_work
@@ -47,17 +46,10 @@ class Plan:
 
 def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
     """Return what to do now: start, resize, preempt, end; empty if nothing needs to change."""
-    with _no_collecting():
-        return plan(snapshot, now_s).commands
-
-
-@contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Pause the garbage collector: a plan holds no cycles, and searching all jobs for some takes up to a third of the time."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # a plan holds no cycles, and searching all jobs for some takes up to a third of the time
     try:
-        yield
+        return plan(snapshot, now_s).commands
     finally:
         if was_enabled:
             gc.enable()
@@ -99,7 +91,7 @@ class _Planning:
         self.changes.stop_held(keeping)
         self.changes.shrink(keeping)
         fixed = bound | self.changes.changed
-        movable = [j for j in order if j.state is JobState.RUNNING and j.id not in fixed and self.decision.preempts]
+        movable = [j for j in order if j.state is RUNNING and j.id not in fixed and self.decision.preempts]
         candidates = [(job, eligibility.usable(job), job.id in young) for job in movable]
         self.candidates = PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
         self._give_out(order)
@@ -131,7 +123,6 @@ class _Planning:
         """Put the starving before all others, and those over their soft limit behind."""
         if not self.decision.preempts:
             return list(self.decision.order)
-
         oldest_s, order = self.now_s - self.settings.starve_after_s, self.decision.order
         late = {job.id for job in order if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s)}
         starving = [j for j in order if j.submitted_s < oldest_s and j.id not in late and self._is_starving(j)]
@@ -143,25 +134,25 @@ class _Planning:
 
     def _is_starving(self, job: Job) -> bool:
         """Return whether the guard puts a job first; a policy that plans for a job's deadline, or holds it, knows better."""
-        if job.id in self.decision.kinds or job.id in self.decision.held:
-            return False
-        return is_starving(job, self.now_s, self.settings)
+        is_planned = job.id in self.decision.kinds or job.id in self.decision.held
+        return not is_planned and is_starving(job, self.now_s, self.settings)
 
     def _give_out(self, order: list[Job]) -> None:
-        candidates, changes, sizes = self.candidates, self.changes, self.decision.sizes
+        candidates, changes, free = self.candidates, self.changes, self.free
+        sizes, held, kinds = self.decision.sizes, self.decision.held, self.decision.kinds
         has_speeds, shares = self.snapshot.layout.has_speeds, any(j.spec.share_device for j in self.snapshot.jobs)
         for job in order:
-            if reason := self.decision.held.get(job.id):
-                if job.state is not JobState.RUNNING:
+            if held and (reason := held.get(job.id)):
+                if job.state is not RUNNING:
                     self._wait(job, reason)
                 continue
-            if job.state is JobState.RUNNING:
+            if job.state is RUNNING:
                 if candidates.pass_by(job):
-                    if job.id in self.decision.kinds and changes.is_elsewhere(job):
+                    if job.id in kinds and changes.is_elsewhere(job):
                         changes.change_kind(job, candidates)
-                    elif self.window is None:
+                    elif self.window is None and sizes.get(job.id, 0) > len(job.devices):
                         changes.grow(job)
-                    if has_speeds and job.id not in self.decision.kinds:
+                    if has_speeds and free.num_free and job.id not in kinds:
                         changes.move_to_faster(job, self.window)
                 continue
             if reason := self.limits.reached(job):
@@ -169,7 +160,7 @@ class _Planning:
                 continue
             if job.spec.share_device and self._join(job):
                 continue
-            is_all_gone = not self.free.num_free and not self.free.num_coming and candidates.is_empty
+            is_all_gone = not free.num_free and not free.num_coming and candidates.is_empty
             # With shared devices a reservation is needed first: joining jobs may not delay the first in line.
             if is_all_gone and (not shares or self.window is not None):
                 if not self.explain and not shares:
@@ -263,15 +254,13 @@ class _Planning:
         return until | dict.fromkeys(self.free.free(soon=True), now_s)
 
     def _gone_s(self, job: Job) -> float:
-        """Return when a job that starts now has ended or can be preempted by the first in line."""
+        """Return when a job that starts now has ended or can be preempted by the first in line, which may be at any moment."""
         spec, now_s, window = job.spec, self.now_s, self.window
         gone_s = end_s(job, now_s)
         if self.decision.preempts and not is_bound(job, self.settings, now_s):
             until_s = now_s if window and spec.priority < window.job.spec.priority else now_s + self.settings.min_run_s
             return gone_s if gone_s < until_s else until_s
-        if window is not None and window.start_s == math.inf:
-            return math.inf  # the first in line may get its devices at any moment
-        return gone_s
+        return math.inf if window is not None and window.start_s == math.inf else gone_s
 
     def _commands(self) -> list[Command]:
         devices, now_s = self.snapshot.layout.devices, self.now_s

@@ -11,12 +11,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
-from evenload.scheduler.core.placement import PoolChoice
+from evenload.scheduler.core.placement import PoolChoice, pool_choice
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job, Reservation, Settings
+from evenload.scheduler.core.states import PENDING, RUNNING, JobState
+from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
 
 _HOUR_S = 3600.0
+_MOST_KNOWN = 10_000
 
 
 class Eligibility:
@@ -42,7 +43,7 @@ class Eligibility:
         taken = set(self.closed)
         for job in snapshot.jobs:
             spec = job.spec
-            if job.state is not JobState.PENDING:
+            if job.state is not PENDING:
                 self.holders.append(job)
                 self.slots[job.id] = slots = [index[device] for device in job.devices]
                 target = [index[device] for device in job.target]
@@ -73,7 +74,7 @@ class Eligibility:
             self.coming += self.usable(job)
         elif limit_s is not None and job.held_until(self._now_s) >= limit_s:
             self._stop(job, JobState.FAILED, f"its time limit of {limit_s:g} s is over")
-        elif job.state is JobState.RUNNING:
+        elif job.state is RUNNING:
             self.running.append(job)
         elif job.state is JobState.RESIZING:
             self.coming += [slot for slot in self.usable(job) if slot not in target]
@@ -89,7 +90,7 @@ class Eligibility:
         for job in self.running:
             others = (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices))
             if (reservation := next(others, None)) is not None and job.spec.preemptible:
-                self._stop(job, JobState.PENDING, f"reservation {reservation.id} has begun")
+                self._stop(job, PENDING, f"reservation {reservation.id} has begun")
             else:
                 staying.append(job)
         self.running = staying
@@ -120,19 +121,20 @@ class PoolChoices:
     def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
-        self._known: dict[Hashable, PoolChoice] = {}
+        is_shared = not self._reservations and len(snapshot.layout.choices) < _MOST_KNOWN
+        self._known: dict[Hashable, tuple[Needs, PoolChoice]] = snapshot.layout.choices if is_shared else {}
         self._only: Mapping[str, tuple[str, ...]] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> PoolChoice:
         """Return the pools, as groups of one kind each, the best first."""
         spec = job.spec
-        key: Hashable = id(spec.needs)  # it lives as long as the snapshot, and most are one object
+        key: Hashable = id(spec.needs)  # it is kept beside the choice, and most are one object
         if self._reservations or job.id in self._only:
             key = (key, self._only.get(job.id), spec.user, spec.preemptible, spec.hard_limit_s)
-        if key not in self._known:
-            self._known[key] = self._work_out(job)
-        return self._known[key]
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = spec.needs, self._work_out(job)
+        return known[1]
 
     def restrict(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Let some jobs use only one kind of these at a time, the first that has place."""
@@ -151,7 +153,7 @@ class PoolChoices:
         groups: dict[str, list[int]] = {kind: [] for kind in only or ()}
         for _, _, zone in sorted(ranked):
             groups.setdefault(layout.pools[self._zones[zone][0]].kind, []).append(zone)
-        return PoolChoice(tuple([tuple(zones) for zones in groups.values() if zones]), needs.one_host, needs.one_kind)
+        return pool_choice(tuple([tuple(zones) for zones in groups.values() if zones]), needs.one_host, needs.one_kind)
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
         """Return whether a reservation is for the job's user, or the job has ended or can be preempted before it begins."""

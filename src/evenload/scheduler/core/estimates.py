@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job, Settings
 
 
@@ -12,7 +12,7 @@ def work_left(job: Job, now_s: float) -> float | None:
     if job.total is None:
         return None
     done = job.done
-    if job.state is JobState.RUNNING:
+    if job.state is RUNNING:
         done += job.rate_per_s * max(0.0, now_s - job.reported_s)
     return max(0.0, job.total - done)
 
@@ -30,10 +30,8 @@ def left_s(job: Job, now_s: float) -> float | None:
         if rate > 0:
             return left / rate
     estimate_s = job.spec.estimate_s
-    if estimate_s is None:
-        return None
-    left_of_estimate_s = estimate_s - (job.held_until(now_s) if job.devices else job.held_s)
-    return left_of_estimate_s if left_of_estimate_s > 0 else None
+    more_s = 0.0 if estimate_s is None else estimate_s - job.held_until(now_s)
+    return more_s if more_s > 0 else None
 
 
 def device_s_left(job: Job, now_s: float) -> float | None:
@@ -42,8 +40,8 @@ def device_s_left(job: Job, now_s: float) -> float | None:
     For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
     """
     num = job.spec.needs.min_devices
-    left = work_left(job, now_s)
-    if left is not None and job.rates and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
+    left = work_left(job, now_s) if job.total is not None and job.rates else None
+    if left is not None and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
         return left / rate * num
     seconds = left_s(job, now_s)
     return None if seconds is None else seconds * (len(job.devices) or num)
@@ -52,8 +50,9 @@ def device_s_left(job: Job, now_s: float) -> float | None:
 def end_s(job: Job, now_s: float) -> float:
     """Return when a job that runs, or would from now on, has ended at the latest; infinite if unknown."""
     limit_s, estimate_s = job.spec.hard_limit_s, job.spec.estimate_s
-    if job.total is None and limit_s is None and not job.devices:  # a shortcut for most waiting jobs
-        return math.inf if estimate_s is None or estimate_s <= job.held_s else now_s + (estimate_s - job.held_s)
+    if job.total is None and limit_s is None:  # a shortcut for most jobs
+        more_s = 0.0 if estimate_s is None else estimate_s - job.held_until(now_s)
+        return now_s + more_s if more_s > 0 else math.inf
     expected_s = left_s(job, now_s)
     end = math.inf if expected_s is None else now_s + expected_s
     if limit_s is not None:

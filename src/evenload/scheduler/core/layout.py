@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from evenload.scheduler.core.values import Device, Needs
 
@@ -35,6 +36,8 @@ class Layout:
     pool_of: tuple[int, ...]
     host_size: int
     """Devices of the largest host; 1 without devices."""
+    choices: dict[Any, Any] = field(default_factory=dict, compare=False)
+    """What `PoolChoices` found out while nothing was reserved."""
     _most: dict[Needs, int] = field(default_factory=dict, compare=False)
 
     @property

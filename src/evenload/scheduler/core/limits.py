@@ -34,8 +34,8 @@ class LimitUse:
         """Return the limit that keeps the job from starting, for people; empty if there is none."""
         spec = job.spec
         limits = self._limits.get(spec.user, _NO_LIMITS)
-        devices, running = self._devices[spec.user], self._running[spec.user]
-        if limits.max_running is not None and running >= limits.max_running:
+        devices = self._devices[spec.user]
+        if limits.max_running is not None and (running := self._running[spec.user]) >= limits.max_running:
             return f"{spec.user} has {running} jobs running and may have {limits.max_running}"
         if limits.max_devices is not None and devices + spec.needs.min_devices > limits.max_devices:
             return f"{spec.user} has {devices} devices and may have {limits.max_devices}"

@@ -14,21 +14,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from evenload.scheduler.core.layout import Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolChoice:
-    """The pools a job may use, as groups of one kind each, the best first."""
+    """The pools a job may use, as groups of one kind each, the best first; see `pool_choice`."""
 
     groups: tuple[tuple[int, ...], ...]
     one_host: bool = False
     one_kind: bool = False
-    pools: tuple[int, ...] = field(init=False, compare=False)
+    pools: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pools", tuple(pool for group in self.groups for pool in group))
+
+
+@lru_cache(maxsize=4096)
+def pool_choice(groups: tuple[tuple[int, ...], ...], one_host: bool, one_kind: bool) -> PoolChoice:
+    """Return one object for equal choices: as a key it is compared by its address."""
+    return PoolChoice(groups, one_host, one_kind)
 
 
 Place = tuple[int | None, int | None]
@@ -128,8 +135,7 @@ class FreeDevices:
         buckets, shares = self._shares(choice, num, soon)
         found: list[int] = []
         for host, part in shares.items():
-            of_host = self._free[host]
-            found += [device for pool in buckets.pools for device in of_host.get(pool, ())][:part]
+            found += [device for pool in buckets.pools for device in self._free[host].get(pool, ())][:part]
         return tuple(found)
 
     def place(self, choice: PoolChoice, num: int, soon: bool = False) -> tuple[int, ...] | None:

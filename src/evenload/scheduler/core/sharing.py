@@ -21,7 +21,7 @@ from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, StopRequested
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING, JobState
 from evenload.scheduler.core.values import Job, Settings
 
 
@@ -93,7 +93,7 @@ class Sharing:
     def _lead_key(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
         settings, now_s = self._settings, self._now_s
         return (
-            job.state is not JobState.RUNNING,
+            job.state is not RUNNING,
             is_bound(job, settings, now_s),
             job.spec.priority,
             is_young(job, settings, now_s),
@@ -105,7 +105,7 @@ class Sharing:
         """Stop the youngest job whose end is enough, if the jobs need more memory than there is."""
         memory_bytes = self._snapshot.layout.devices[slot].memory_bytes
         while len(staying) > 1 and (more_bytes := excess_bytes(staying, memory_bytes)):
-            able = [j for j in staying if j.state is JobState.RUNNING and not is_bound(j, self._settings, self._now_s)]
+            able = [j for j in staying if j.state is RUNNING and not is_bound(j, self._settings, self._now_s)]
             if not able:
                 return
             able.reverse()  # of those that came at once, the one that was submitted last

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from evenload.errors import ConfigError
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import PENDING, RUNNING, JobState
 from evenload.scheduler.tariff import tariff_of
 
 _ABOVE_0 = math.ulp(0.0)
@@ -171,7 +171,7 @@ class Job:
     id: str
     spec: JobSpec
     submitted_s: float
-    state: JobState = JobState.PENDING
+    state: JobState = PENDING
     since_s: float = 0.0
     attempt: int = 0
     """Number of times it got devices: the fencing number of the present attempt."""
@@ -216,7 +216,7 @@ class Job:
     @property
     def may_be_joined(self) -> bool:
         """True if other jobs may join on its device: it shares, and isn't about to stop."""
-        return self.spec.share_device and self.state in (JobState.STARTING, JobState.RUNNING)
+        return self.spec.share_device and self.state in (JobState.STARTING, RUNNING)
 
     @property
     def resizes_in_place(self) -> bool:
@@ -238,7 +238,7 @@ class Job:
 
     def waited_until(self, now_s: float) -> float:
         """Return the seconds it could have run but had no devices, up to now."""
-        if self.devices or self.state is not JobState.PENDING or self.is_held or self.unmet:
+        if self.devices or self.state is not PENDING or self.is_held or self.unmet:
             return self.waited_s
         ready_s, not_before_s = self.accounted_s, self.spec.not_before_s
         if not_before_s is not None and not_before_s > ready_s:

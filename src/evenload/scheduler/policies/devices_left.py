@@ -10,7 +10,7 @@ from copy import copy
 from evenload.scheduler.core.eligibility import PoolChoices
 from evenload.scheduler.core.layout import Layout
 from evenload.scheduler.core.policy import PolicyInput
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job
 
 _MOST_UNIONS, _MOST_SETS = 64, 128
@@ -135,5 +135,5 @@ class DevicesLeft:
 def devices_left(inputs: PolicyInput) -> DevicesLeft:
     """Return a count of all devices that are free, coming free, or held by running jobs."""
     index = inputs.layout.index
-    held = [index[device] for job in inputs.holders if job.state is JobState.RUNNING for device in job.devices]
+    held = [index[device] for job in inputs.holders if job.state is RUNNING for device in job.devices]
     return DevicesLeft(inputs.layout, inputs.choices, {*inputs.free, *held})

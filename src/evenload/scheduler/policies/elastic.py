@@ -19,7 +19,7 @@ from typing import NamedTuple
 from evenload.scheduler.core.estimates import change_s, work_left
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyInput
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job, Settings
 from evenload.scheduler.policies.devices_left import DevicesLeft, devices_left
 from evenload.scheduler.policies.guesses import guessed_s
@@ -69,7 +69,8 @@ def _prior(most: int) -> tuple[float, ...]:
 def single_s(inputs: PolicyInput, job: Job) -> float:
     """Return the seconds the job still needs on one device; guessed from what it has done if its work is unknown."""
     spec, num, now_s = job.spec, job.spec.needs.min_devices, inputs.now_s
-    left, rate = work_left(job, now_s), job.rates[0] if job.rates else 0.0
+    left = None if job.total is None else work_left(job, now_s)
+    rate = job.rates[0] if job.rates else 0.0
     if rate > 0 and left is not None:
         return left / rate
     if left is None and spec.estimate_s is not None and not spec.estimate_source:
@@ -77,7 +78,7 @@ def single_s(inputs: PolicyInput, job: Job) -> float:
         if left_s > 0:
             return left_s * num
     if rate > 0:
-        done = job.done + (job.rate_per_s * (now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
+        done = job.done + (job.rate_per_s * (now_s - job.reported_s) if job.state is RUNNING else 0.0)
         return guessed_s(inputs, job, done / rate / num) * num
     return guessed_s(inputs, job, job.service_until(now_s) / num) * num
 
@@ -227,7 +228,7 @@ def spread_rest(
 def _least(inputs: PolicyInput, job: Job) -> int:
     """Return how many devices a job has in any case if it is to have some: all that it holds if no policy can resize it."""
     least = job.spec.needs.min_devices
-    if job.state is JobState.RUNNING and least < job.spec.needs.max_devices:
+    if job.state is RUNNING and least < job.spec.needs.max_devices:
         return max(least, kept_devices(inputs, job))
     return len(job.devices) or least
 

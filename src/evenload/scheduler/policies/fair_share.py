@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job, User
 from evenload.scheduler.policies.default import scores_of
 from evenload.scheduler.policies.elastic import spread_rest
@@ -32,12 +32,12 @@ def fair_share(inputs: PolicyInput) -> PolicyDecision:
 
 def _fill(inputs: PolicyInput, jobs: list[Job], scores: Mapping[str, float]) -> list[Job]:
     queues: dict[str, list[Job]] = {}
-    jobs = sorted(jobs, key=lambda j: (scores[j.id], j.state is not JobState.RUNNING, j.submitted_s))
+    jobs = sorted(jobs, key=lambda j: (scores[j.id], j.state is not RUNNING, j.submitted_s))
     for job in reversed(jobs):  # the next is at the end
         queues.setdefault(job.spec.user, []).append(job)
     shares = {name: inputs.users.get(name, User(name)).limits.share for name in queues}
     used = {name: use(inputs, name) for name in queues}
-    num_running = Counter(job.spec.user for job in jobs if job.state is JobState.RUNNING)
+    num_running = Counter(job.spec.user for job in jobs if job.state is RUNNING)
 
     def key(name: str) -> tuple[float, float, str]:
         job = queues[name][-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evenload.scheduler.core.estimates import device_s_left, restart_s
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import RUNNING
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies.elastic import starting_sizes
 from evenload.scheduler.policies.guesses import guessed_s
@@ -23,7 +23,7 @@ def work(inputs: PolicyInput, job: Job) -> float:
     """
     spec = job.spec
     num, is_similar = spec.needs.min_devices, bool(spec.estimate_source)
-    restarts_s = 0.0 if job.state is JobState.RUNNING else 2 * restart_s(job, inputs.settings) * num
+    restarts_s = 0.0 if job.state is RUNNING else 2 * restart_s(job, inputs.settings) * num
     if job.total is None and not job.devices:  # a shortcut for most waiting jobs
         if spec.estimate_s is not None and not is_similar and spec.estimate_s > job.held_s:
             return (spec.estimate_s - job.held_s) * num + restarts_s
