@@ -192,7 +192,7 @@ def test_one_that_must_not_be_read_ends_the_resume(run: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o055)
         os.seteuid(65534)
     try:
-        with pytest.raises(CheckpointError, match="step-00000003 can't be read: .*Permission denied") as raised:
+        with pytest.raises(CheckpointError, match=r"step-00000003 can't be read: .*Permission denied") as raised:
             files.read_newest(run)
         listed = list_checkpoints(run)
     finally:
