@@ -147,7 +147,10 @@ def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: py
     sent: list[Any] = []
     clock = SimpleNamespace(current="compute", since_s=0.0, reads=False)
     context: Any = SimpleNamespace(
-        spec=SimpleNamespace(worker="w0"), clock=clock, loop=SimpleNamespace(in_backward=False)
+        spec=SimpleNamespace(worker="w0"),
+        clock=clock,
+        loop=SimpleNamespace(in_backward=False),
+        control=SimpleNamespace(waits_since_s=0.0),
     )
     watch = stall_watch.StallWatch(context, sent.append)
     watch.on_begin(None)  # type: ignore[arg-type]
