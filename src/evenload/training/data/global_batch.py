@@ -65,6 +65,12 @@ class GlobalBatch:
             self._first = first
             self._held[first.span] = first.data
 
+    def following(self, plan: StepPlan, global_step: int) -> GlobalBatch:
+        """Return the batch of the next step, which is read as this one by the same ranks."""
+        later = object.__new__(GlobalBatch)
+        later.__dict__.update(vars(self), plan=plan, global_step=global_step, _held={}, _first=None)
+        return later
+
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute(self, name, {name: STEP_ELSEWHERE["batch"]})
 

@@ -306,13 +306,20 @@ class GlobalLoader:
                     ahead = CopiedAhead(span, data, start_copy(data, self._device))
 
         copies = self._device.type != "cpu" and len(self._ranks) == 1  # replica threads would read at the same time
+        may_repeat = not (copies or self.is_tuned or cursor.ahead) and rounds is None
         revision: int | None = None
         try:
             places: Iterator[int | BatchPlace] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
+            last_alike = -1  # the position at which the last whole batch begins that is read as the one before
             while True:
                 at = self._cursor
+                if last_alike >= 0 and plan.start + plan.num_samples <= last_alike and planner.revision() == revision:
+                    place, plan = next(places), plan.following()
+                    batch = batch.following(plan, at.global_step)
+                    yield batch
+                    continue
                 within = 0 < at.position < at.epoch_samples
                 if within and (size := planner.next_batch_size(at.global_step)) is not None:
                     self.resize(size)
@@ -334,6 +341,9 @@ class GlobalLoader:
                 if changed or revised != revision:
                     revision = revised
                     on_replan()
+                is_alike = may_repeat and isinstance(drawn.bounds, order.RegularBounds)
+                is_alike = is_alike and planner.repeats_plans(at.global_step)
+                last_alike = drawn.bounds[-1] - plan.num_samples if is_alike else -1
                 yield batch
             self._next_epoch()
         finally:

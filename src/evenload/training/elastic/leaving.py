@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 
 
 class ComputingRanks(StepListener):
@@ -38,6 +39,10 @@ class ComputingRanks(StepListener):
         self._optimizer: Optimizer | None = None
         self._has_begun = False
         self._reported = ""
+
+    @property
+    def rests(self) -> bool:
+        return self._context.step_groups.world_size == 1
 
     def on_begin(self, step: Step) -> None:
         self._context.control.leave_loops()

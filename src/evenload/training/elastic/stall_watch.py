@@ -15,7 +15,8 @@ from types import FrameType
 from evenload.training.launch.failure import is_users_file
 from evenload.training.launch.membership_messages import Activity, Message, Waits
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 
 _EVERY_S = 0.5
 _LEAST_DEADLINE_S = 4.5
@@ -62,6 +63,10 @@ class StallWatch(StepListener):
         """The first step of a loop runs, in which loaders start."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenload-stalls", daemon=True)
+
+    @property
+    def rests(self) -> bool:
+        return self._thread.is_alive() and not self._starts
 
     def on_begin(self, step: Step) -> None:
         if not self._thread.is_alive() and not self._closed.is_set():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from evenload.training.parallel.strategy import (
     OK,
     AttemptFailedError,
     BackwardCall,
+    GlobalTotals,
     LocalResult,
     StepResult,
 )
@@ -53,6 +55,20 @@ _NATIVE_DTYPES = frozenset(
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     )
 )
+
+
+class LoneCall(NamedTuple):
+    """The pieces of `ReplicaStrategy.run` for a rank alone (step/straight.py)."""
+
+    context: StepContext
+    reducer: LocalReducer
+    frozen: Sequence[nn.Parameter]
+    """Parameters that no call may find trainable."""
+    touched: list[int]
+    """Of the last call: 1 for each slot that received a gradient."""
+    agree: Callable[[GlobalTotals], list[int]]
+    """Returns the same where other slots received one."""
+    finish: Callable[[Sequence[int], LossSums, GlobalTotals], StepResult]
 
 
 class ReplicaStrategy:
@@ -158,6 +174,12 @@ class ReplicaStrategy:
             # Errors change only by a step that is known to be finite.
             late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
             return self._finish_on_device(reducer, touched, sums, batch, reads_late=late)
+        return self._finish(reducer, touched, sums, totals)
+
+    def _finish(
+        self, reducer: BucketReducer | LocalReducer, touched: Sequence[int], sums: LossSums, totals: GlobalTotals
+    ) -> StepResult:
+        """End a call whose loss the host knows."""
         correction = sums.nominal / (totals.units * self._precision.scale)
         finite = reducer.finish(touched, correction)
         if not (finite and math.isfinite(totals.loss)):
@@ -166,6 +188,24 @@ class ReplicaStrategy:
             self._wire.commit(touched, correction)
         loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
         return StepResult(totals.units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
+
+    def lone_call(self) -> LoneCall | None:
+        """Return what repeats the last call of `run` on a rank alone, with one micro-batch; None where more belongs to a call."""
+        reducer, touched = self._reducer, self._arrivals.last_touched.get(0)
+        if (
+            type(self) is not ReplicaStrategy
+            or not isinstance(reducer, LocalReducer)
+            or touched is None
+            or self._sums_on_device()
+            or self._built_for != self._groups.generation.number
+            or not (self._wire is self._grad_norms is None)
+            or self._throttle.active
+            or self._added
+        ):
+            return None
+        agree = partial(self._arrivals.agree, 0, reducer, self._groups, was_late=False)
+        finish = partial(self._finish, reducer)
+        return LoneCall(self._context, reducer, tuple(self._frozen), touched, agree, finish)
 
     def _finish_on_device(
         self,

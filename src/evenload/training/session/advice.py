@@ -14,7 +14,8 @@ from evenload.balance.wire_bytes import FORMATS
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 
 _NUM_STEPS = 6
 """Usual steps from which the time of computation is taken."""
@@ -59,6 +60,10 @@ class LinkAdvice(StepListener):
         link = self._context.link.link if self._context.link is not None else None
         for line in self.opening():
             self._context.recorder.event("link", line, **(asdict(link) if link is not None else {}))
+
+    @property
+    def rests(self) -> bool:
+        return self._context.link is None or self._context.link.link is None or len(self._computed_s) == _NUM_STEPS
 
     def on_trained(self, step: Step) -> None:
         context = self._context

@@ -44,7 +44,8 @@ from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step, StepLoader
 from evenload.training.verify.coupling import CouplingWatch
 from evenload.training.verify.verifier import Verifier
 
@@ -125,6 +126,7 @@ class Session(StepListener):
 
     def prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
+            self._context.loop.leave_line()
             if not any(value is model for model in self._models):
                 self._models.append(prepare.prepare_model(self._context, value))
             return value
@@ -328,9 +330,12 @@ class Session(StepListener):
         self._context.engine.totals.after_optimizer()
         self._context.loop.optimizer_done()
 
+    @property
+    def rests(self) -> bool:
+        return self._islands is None and self._saver.rests and self._mistakes.num_looks > NUM_STEPS
+
     def on_begin(self, step: Step) -> None:
         """Check once, at the first step, that everything is prepared."""
-        worker.progress.step = step.index
         if not step.arm:
             self._saver.save_best()
             # Not called in each step, which has no microsecond to spare.

@@ -199,6 +199,8 @@ class Saver:
             raise StepError("run.checkpoint was called inside loss_fn; call it at the end of the loop body")
         interval = None if every is None else parse_every(every)
         self._retention.set_options(check_keep(keep), None if best is None else check_best(best))
+        if best is not None:
+            context.loop.leave_line()
         if values is not None:
             check_values(values, convert=False)  # an error now, not at the first checkpoint
             self._values, self._has_new_values = values, True
@@ -240,6 +242,11 @@ class Saver:
             f"CHECKPOINT FAILED: {written.error}; training goes on, and waits for the next one",
             step=written.step,
         )
+
+    @property
+    def rests(self) -> bool:
+        """True if `collect` and `save_best` have nothing to do until `checkpoint` is called."""
+        return self._retention.best is None and not self._writer.is_writing
 
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""

@@ -37,7 +37,8 @@ from evenload.training.launch.stop_status import StopStatus
 from evenload.training.session.state import Saver
 from evenload.training.session.step_costs import RecentSteps
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 
 _LARGE_PART = 0.5
 """A save that takes a larger part of the grace than this is reported: the next one may not fit."""
@@ -105,6 +106,10 @@ class Stopper(StepListener):
         self._caught.close()
         if is_leaving and self._saves:  # the work is done: a request to stop comes too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    @property
+    def rests(self) -> bool:
+        return not self._context.loop.stop_requested
 
     def on_boundary(self, step: Step) -> None:
         """Report progress to the queue; save and end the script if a stop is requested."""

@@ -15,6 +15,7 @@ from evenload.training.comm.clock import ProcessorDelay, Segment, StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
 from evenload.training.compute.device_sums import ALL_ZERO
+from evenload.training.compute.micro_steps import LossSums
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, LATE_GRADIENT, OK, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
@@ -83,6 +84,25 @@ class ReportExchange:
             self._clock.switch("wait")
             table = self._control.exchange_table(Operation.BACKWARD, first.row())
         return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+
+    def repeat(self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats) -> OwnReport:
+        """Return the report of a rank alone, which differs from its last one in what this call computed."""
+        if compiled_graphs() != self._num_graphs:
+            stats.compiled = True
+            planner.coarsen()
+        seconds = self._clock.take()
+        stats.other_s += seconds["other"]
+        self.own = OwnReport(
+            self.own[0]._replace(
+                weighted=sums.weighted,
+                units=float(sums.units),
+                loss_sum=float(sums.loss_sum),
+                stop_requested=stop_requested(),
+                seconds=as_compiling(seconds) if stats.compiled else seconds,
+                metrics={name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
+            )
+        )
+        return self.own
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""

@@ -130,6 +130,10 @@ class Planner(StepsInOrder):
         """Return a number that grows whenever plans of later steps change."""
         return self._revision
 
+    def repeats_plans(self, global_step: int) -> bool:
+        is_plain = type(self).plan is Planner.plan and type(self._source) is PlanSource
+        return is_plain and self._assignments[-1].from_step <= global_step
+
     def next_batch_size(self, step: int | None) -> int | None:
         return self._source.next_batch_size(step)
 

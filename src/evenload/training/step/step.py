@@ -15,10 +15,13 @@ from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
+from evenload.training.launch import worker
 from evenload.training.step.attempt import Attempt
 from evenload.training.step.engine import Engine
+from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
+from evenload.training.step.straight import StraightLine, begin_line
 from evenload.training.step.update_watch import UpdateWatch
 from evenload.training.step.wrong_loops import half_done, not_a_batch, not_a_function, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
@@ -121,44 +124,6 @@ class Step:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
 
 
-class StepListener:
-    """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
-
-    begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
-    """
-
-    def on_begin(self, step: Step) -> None:
-        """A loop body begins."""
-
-    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
-        """`step.backward` was called and has not computed anything yet."""
-
-    def on_gradients(self, step: Step) -> None:
-        """`step.backward` is done without an error; `.grad` is final."""
-
-    def on_trained(self, step: Step) -> None:
-        """A step of training ended, before its commit."""
-
-    def on_end(self, step: Step) -> None:
-        """A loop body with a backward ended, in training or in a measurement, before the commit."""
-
-    def on_boundary(self, step: Step) -> None:
-        """A step of training is committed and the next has not begun; the callback may end the script.
-        Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
-        """
-
-    def on_loop_end(self) -> None:
-        """A loop over a loader came to the end of its epoch, on all ranks."""
-
-    def is_due(self, num_steps: int) -> bool:
-        """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
-        return False
-
-    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
-        """Yield steps of its own between two steps of training, and leave everything as it was."""
-        return iter(())
-
-
 class StepLoop:
     """State of the user's loop: the running step, and what has happened to it. One for all loaders of a job."""
 
@@ -193,14 +158,22 @@ class StepLoop:
         """By callback, those that override it."""
         self.optimizer_stepped = False
         self._session_steps = 0
+        self._all_listeners: list[StepListener] = []
+        self.line: StraightLine | None = None
+        """Computes the steps, as long as nothing changes."""
         self.watch = UpdateWatch(engine)
         self._dropped: Step | None = None
 
     def add_listener(self, listener: StepListener) -> None:
         """Call `listener` at each point of a step, after the listeners added before it."""
+        self._all_listeners.append(listener)
         for name, listeners in self._listeners.items():
             if getattr(type(listener), name) is not getattr(StepListener, name):
                 listeners.append(listener)
+
+    def leave_line(self) -> None:
+        """Let what follows go the usual way: a listener has something to do."""
+        self.line = None
 
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
@@ -217,9 +190,11 @@ class StepLoop:
     def begin(self, step: Step) -> None:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
-        self.engine.control.set_position(step.epoch, step.batch.plan.step)
-        for listener in self._listeners["on_begin"]:
-            listener.on_begin(step)
+        worker.progress.step = step.index
+        if self.line is None:
+            self.engine.control.set_position(step.epoch, step.batch.plan.step)
+            for listener in self._listeners["on_begin"]:
+                listener.on_begin(step)
         self.engine.clock.switch("optimizer")
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
@@ -231,13 +206,20 @@ class StepLoop:
                 "step.backward was called inside loss_fn; return the sum of both losses from loss_fn, or call step.backward "
                 "twice, one after the other: gradients add up"
             )
-        for listener in self._listeners["on_backward"]:
+        line, loss = self.line, None
+        if line is not None and not line.takes(step.batch, step.stats, loss_fn):
+            line = self.line = None
+        for listener in () if line is not None else self._listeners["on_backward"]:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
-            attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
-            loss = self.engine.backward(attempt)
+            if line is not None:
+                loss = line.backward(step.batch, step.stats, loss_fn)
+            if loss is None:
+                self.line = None
+                kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
+                attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+                loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
             raise
@@ -246,7 +228,7 @@ class StepLoop:
         self.failed = self.optimizer_stepped = False
         self.unsound = ""
         self.watch.begin()
-        for listener in self._listeners["on_gradients"]:
+        for listener in () if line is not None else self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
 
@@ -271,12 +253,20 @@ class StepLoop:
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
+        if not finished or step.stats.calls != 1 or self.stop_requested:
+            self.line = None
         self.left_early = not finished
         if step.stats.calls:
             self.last_loss = step.stats.loss
             slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
+        if self.line is not None:
+            self._record(step)
+            step.commit()
+            if self.line.is_over:
+                self.line = None
+            return
         engine.control.set_position(step.epoch, -1)
         self._dropped = step if dropped else None
         if step.stats.calls:
@@ -289,9 +279,12 @@ class StepLoop:
         if at_boundary:
             for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
+            if not (self.stop_requested or step._loader.is_tuned):
+                self.line = begin_line(engine, step.batch, step.planner, step.stats, self._all_listeners)
 
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
+        self.line = None
         self.engine.totals.agree_units()
         self.engine.recorder.write_waiting()
 
@@ -299,7 +292,7 @@ class StepLoop:
         timed = stats if (stats := step.stats).is_timed else stats.earlier
         stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
-        if timed is not None and (plan := timed.plan) is not None:
+        if self.line is None and timed is not None and (plan := timed.plan) is not None:
             if step.planner.learns:
                 times = timed.own_seconds(), timed.unusual, timed.whole_seconds(), timed.delay_s
                 step.planner.observe(timed.global_step, plan, *times)
@@ -307,7 +300,7 @@ class StepLoop:
                 step.planner.follow_step(timed.global_step, plan)
             if step._loader.is_tuned and not step.arm and not timed.unusual:
                 step.loader.observe(timed.cost(plan.num_samples))
-        for listener in () if step.arm else self._listeners["on_trained"]:
+        for listener in () if step.arm or self.line is not None else self._listeners["on_trained"]:
             listener.on_trained(step)
         at_once = step.committed or self.left_early
         self.engine.recorder.step(step.record_index, step.batch.plan, stats, step.arm, at_once=at_once)
@@ -398,7 +391,8 @@ class StepLoader:
         loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
         batches = iter(self.loader)
         while True:
-            loop.check_alone(self.loader)
+            if loop.step is not None:
+                loop.check_alone(self.loader)
             loop.engine.clock.switch("data")
             if (batch := next(batches, None)) is None:
                 self.planner.end_loop(self.loader, loop)
@@ -415,5 +409,5 @@ class StepLoader:
                 loop.end(step, finished=finished)
                 if not finished:
                     self.planner.leave_loop(self.loader, loop)
-            if (listener := loop.due_listener()) is not None:
+            if loop.line is None and (listener := loop.due_listener()) is not None:
                 return listener

@@ -32,7 +32,8 @@ from evenload.training.data import checks
 from evenload.training.data.rows import cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.findings import TOLERANCES
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
@@ -64,6 +65,10 @@ class CouplingWatch(StepListener):
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
         return [*self._context.groups.own_groups, *self._context.step_groups.own_groups]
+
+    @property
+    def rests(self) -> bool:
+        return self._context.groups.rank != 0 or self._tries[0] == len(_NUM_SAMPLES)
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         call = step.stats.calls
