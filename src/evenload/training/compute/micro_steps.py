@@ -17,6 +17,7 @@ from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import LossResult, nominal_units, read_result
 from evenload.training.data.batches import MicroBatch
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.data.randomness import mix, reseed
 
 LossFn = Callable[[Any], Any]
 _set_grad_enabled = torch._C._set_grad_enabled
@@ -154,6 +155,8 @@ def seed(context: StepContext, batch: GlobalBatch, *parts: int) -> None:
     key = (context.seed, batch.global_step, *parts)
     if context.reseed is not None:
         context.reseed(*key)
+    elif context.device.type == "cpu" and not context.other_gpus:
+        reseed(mix(*key))
     else:
         randomness.seed_all(context.device, *key, others=context.other_gpus)
 

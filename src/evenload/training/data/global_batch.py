@@ -169,7 +169,10 @@ def spans_of(plan: StepPlan, ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def read_span(plan: StepPlan, micro_index: int, rank: int) -> tuple[int, int]:
     """Return the positions that a rank reads for a micro-batch; one idle sample where its share is 0."""
-    low, high = plan.slice_of(micro_index, rank)
+    if micro_index == rank == 0:
+        low, high = plan.start, plan.start + plan.micro[0][0]
+    else:
+        low, high = plan.slice_of(micro_index, rank)
     if low < high:
         return low, high
     first, end = plan.slice_of(micro_index)

@@ -263,12 +263,14 @@ class GlobalLoader:
         if cursor.ahead:
             todo = [step for step in todo if step not in dict(cursor.ahead)]
 
+        get, switch = reader.span_reader, self._clock.switch
+
         def read(low: int, high: int) -> Any:
-            before = self._clock.switch("data")
+            before = switch("data")
             try:
-                return reader.get((low, high))
+                return get((low, high))
             finally:
-                self._clock.switch(before)
+                switch(before)
 
         rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
         before = cursor.global_step - begun  # steps of earlier epochs

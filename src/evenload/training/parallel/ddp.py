@@ -68,7 +68,8 @@ class LoneCall(NamedTuple):
     """Of the last call: 1 for each slot that received a gradient."""
     agree: Callable[[GlobalTotals], list[int]]
     """Returns the same where other slots received one."""
-    finish: Callable[[Sequence[int], LossSums, GlobalTotals], StepResult]
+    finish: Callable[[Sequence[int], LossSums, float, float], StepResult]
+    """Takes `touched`, the sums, N and the mean loss."""
 
 
 class ReplicaStrategy:
@@ -174,20 +175,25 @@ class ReplicaStrategy:
             # Errors change only by a step that is known to be finite.
             late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
             return self._finish_on_device(reducer, touched, sums, batch, reads_late=late)
-        return self._finish(reducer, touched, sums, totals)
+        return self._finish(reducer, touched, sums, totals.units, totals.loss)
 
     def _finish(
-        self, reducer: BucketReducer | LocalReducer, touched: Sequence[int], sums: LossSums, totals: GlobalTotals
+        self,
+        reducer: BucketReducer | LocalReducer,
+        touched: Sequence[int],
+        sums: LossSums,
+        units: float,
+        mean_loss: float,
     ) -> StepResult:
         """End a call whose loss the host knows."""
-        correction = sums.nominal / (totals.units * self._precision.scale)
+        correction = sums.nominal / (units * self._precision.scale)
         finite = reducer.finish(touched, correction)
-        if not (finite and math.isfinite(totals.loss)):
+        if not (finite and math.isfinite(mean_loss)):
             reducer.clear(touched)
         elif self._wire is not None:
             self._wire.commit(touched, correction)
-        loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
-        return StepResult(totals.units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
+        loss = torch.scalar_tensor(mean_loss, dtype=sums.dtype)
+        return StepResult(units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
 
     def lone_call(self) -> LoneCall | None:
         """Return what repeats the last call of `run` on a rank alone, with one micro-batch; None where more belongs to a call."""

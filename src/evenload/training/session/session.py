@@ -313,7 +313,9 @@ class Session(StepListener):
             raise
         self._mistakes.before_optimizer(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
-        self._ranks.optimizer_begins(optimizer)
+        self._ranks.optimizer = optimizer
+        if not self._context.engine.stays_because:
+            self._ranks.check_optimizer(optimizer)
         if self._stale_rates is not None:
             self._stale_rates.before(optimizer)
         self._saver.in_optimizer = True
@@ -325,7 +327,7 @@ class Session(StepListener):
             adaptive_batch.rates.after()
         if self._stale_rates is not None:
             self._stale_rates.after()
-        self._ranks.optimizer_ends()
+        self._ranks.optimizer = None
         self._saver.in_optimizer = False
         self._context.engine.totals.after_optimizer()
         self._context.loop.optimizer_done()

@@ -397,7 +397,8 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in reports.names if travelled}
+        names = reports.names if travelled else ()
+        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in names} if names else {}
         try:
             self.totals.take(stats, batch.global_step, result, metrics, reports if travelled else NO_REPORTS)
         except EvenloadError:

@@ -258,13 +258,14 @@ class StepLoop:
         self.left_early = not finished
         if step.stats.calls:
             self.last_loss = step.stats.loss
-            slow_down(engine.throttle, engine.device, step.stats.body_since_s)
+            if engine.throttle.active:
+                slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
         if self.line is not None:
             self._record(step)
             step.commit()
-            if self.line.is_over:
+            if engine.clock.since_s >= self.line.ends_s:
                 self.line = None
             return
         engine.control.set_position(step.epoch, -1)

@@ -27,7 +27,7 @@ from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.ddp import LoneCall, ReplicaStrategy
 from evenload.training.step.engine import Engine
-from evenload.training.step.exchange import totals_of
+from evenload.training.step.exchange import mean, totals_of
 from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
@@ -45,12 +45,8 @@ class StraightLine:
         self._planner = planner
         self._call = call
         self._touched = call.touched
-        self._ends_s = engine.clock.since_s + _LASTS_S
-
-    @property
-    def is_over(self) -> bool:
-        """True if the next step is to go the usual way."""
-        return self._engine.clock.since_s >= self._ends_s
+        self.ends_s = engine.clock.since_s + _LASTS_S
+        """On the clock of the step; a step that begins later goes the usual way."""
 
     def takes(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> bool:
         """Return whether a backward may go this way: nothing has changed since the last one."""
@@ -69,9 +65,10 @@ class StraightLine:
         """Do what `Engine.backward` does; None where memory ran out, with everything as before: the usual way makes room."""
         engine, reducer = self._engine, self._call.reducer
         engine.clock.switch("compute")
-        generators = randomness.save(engine.device)
+        generators = randomness.saver.save()
         try:
-            engine.buffers.save()
+            if has_buffers := engine.buffers.are_present:
+                engine.buffers.save()
             engine.exchange.begin()
             reducer.begin_again()
             try:
@@ -86,17 +83,18 @@ class StraightLine:
             is_usual = reducer.end_again()
             reports = engine.exchange.repeat(sums, batch, self._planner, stats)
             stats.add(reports)
-            totals = totals_of(reports, batch.global_step)
             if not is_usual:
-                self._touched = self._call.agree(totals)
-            result = self._call.finish(self._touched, sums, totals)
-            engine.buffers.forget()
+                self._touched = self._call.agree(totals_of(reports, batch.global_step))
+            units = float(sums.units)
+            result = self._call.finish(self._touched, sums, units, mean(float(sums.loss_sum), units, batch.global_step))
+            if has_buffers:
+                engine.buffers.forget()
             loss = engine.finish(batch, stats, reports, result)
         except BaseException:
             reducer.abort()
             raise
         finally:
-            randomness.put_back(generators)
+            randomness.saver.restore(generators)
             engine.clock.switch("optimizer")
         stats.calls += 1
         engine.num_backwards += 1
