@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,27 @@ class Cursor:
             global_step=self.global_step + 1,
             samples_total=self.samples_total + high - low,
             ahead=tuple(sorted(ahead.items())),
+        )
+
+    def place(self) -> list[int]:
+        """Return the position as integers, for `moved_to`."""
+        moved = [self.epoch, self.step, self.position, self.global_step, self.samples_total]
+        return [*moved, self.epoch_samples, self.order_key, len(self.ahead), *sum(self.ahead, ())]
+
+    def moved_to(self, place: Sequence[int]) -> Cursor:
+        """Return this cursor at the `place` of another; what follows it is left out."""
+        epoch, step, position, global_step, samples_total, epoch_samples, order_key, num_ahead = place[:8]
+        flat = place[8 : 8 + 2 * num_ahead]
+        return dataclasses.replace(
+            self,
+            epoch=epoch,
+            step=step,
+            position=position,
+            global_step=global_step,
+            samples_total=samples_total,
+            epoch_samples=epoch_samples,
+            order_key=order_key,
+            ahead=tuple(zip(flat[::2], flat[1::2], strict=True)),
         )
 
     def of_next_epoch(self) -> Cursor:

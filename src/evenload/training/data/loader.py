@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -184,26 +183,10 @@ class GlobalLoader:
 
     def follow(self, values: Sequence[int]) -> None:
         """Take the position of rank 0, as its `follow_values`: this rank executed other steps than it (``async``)."""
-        begun, *moved, epoch_samples, order_key, num_ahead = values[:9]
-        flat = values[9 : 9 + 2 * num_ahead]
-        self._begun = bool(begun)
-        epoch, step, position, global_step, samples_total = moved
-        self._cursor = dataclasses.replace(
-            self._cursor,
-            epoch=epoch,
-            step=step,
-            position=position,
-            global_step=global_step,
-            samples_total=samples_total,
-            epoch_samples=epoch_samples,
-            order_key=order_key,
-            ahead=tuple(zip(flat[::2], flat[1::2], strict=True)),
-        )
+        self._begun, self._cursor = bool(values[0]), self._cursor.moved_to(values[1:])
 
     def follow_values(self) -> list[int]:
-        now = self._cursor
-        moved = [now.epoch, now.step, now.position, now.global_step, now.samples_total]
-        return [int(self._begun), *moved, now.epoch_samples, now.order_key, len(now.ahead), *sum(now.ahead, ())]
+        return [int(self._begun), *self._cursor.place()]
 
     def load(self, cursor: Cursor) -> None:
         """Continue at a cursor, in mid-epoch if need be; DataError if it does not fit this loader."""
@@ -314,14 +297,8 @@ class GlobalLoader:
             places: Iterator[int | BatchPlace] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
-            last_alike = -1  # the position at which the last whole batch begins that is read as the one before
             while True:
                 at = self._cursor
-                if last_alike >= 0 and plan.start + plan.num_samples <= last_alike and planner.revision() == revision:
-                    place, plan = next(places), plan.following()
-                    batch = batch.following(plan, at.global_step)
-                    yield batch
-                    continue
                 within = 0 < at.position < at.epoch_samples
                 if within and (size := planner.next_batch_size(at.global_step)) is not None:
                     self.resize(size)
@@ -343,10 +320,17 @@ class GlobalLoader:
                 if changed or revised != revision:
                     revision = revised
                     on_replan()
-                is_alike = may_repeat and isinstance(drawn.bounds, order.RegularBounds)
-                is_alike = is_alike and planner.repeats_plans(at.global_step)
-                last_alike = drawn.bounds[-1] - plan.num_samples if is_alike else -1
                 yield batch
+                if (
+                    may_repeat
+                    and isinstance(drawn.bounds, order.RegularBounds)
+                    and planner.repeats_plans(batch.global_step)
+                ):
+                    ends_at = drawn.bounds[-1]
+                    while plan.start + 2 * plan.num_samples <= ends_at and planner.revision() == revision:
+                        place, plan = next(places), plan.following()
+                        batch = batch.following(plan, self._cursor.global_step)
+                        yield batch
             self._next_epoch()
         finally:
             reader.pause()

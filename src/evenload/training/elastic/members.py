@@ -37,8 +37,8 @@ from evenload.training.launch.membership_messages import (
     Switched,
 )
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.planner import Planner
 from evenload.training.step.listener import StepListener
+from evenload.training.step.planner import Planner
 from evenload.training.step.step import Step, StepLoader
 
 _READY_EVERY_S = 30.0

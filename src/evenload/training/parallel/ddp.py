@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from torch import nn
 from evenload.balance.exchange_times import BucketSizes, bucket_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
+from evenload.training.comm.broadcast import broadcast
 from evenload.training.comm.clock import StepClock
-from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.link import LinkMeter
 from evenload.training.compute import batchnorm, randomness
@@ -36,6 +35,7 @@ from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.arrivals import Arrivals
 from evenload.training.parallel.call_gradients import Expectation
 from evenload.training.parallel.local_reducer import LocalReducer
+from evenload.training.parallel.lone_call import LoneCall
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.strategy import (
@@ -43,33 +43,10 @@ from evenload.training.parallel.strategy import (
     OK,
     AttemptFailedError,
     BackwardCall,
-    GlobalTotals,
     LocalResult,
     StepResult,
 )
 from evenload.training.parallel.wire.gradient_wire import GradientWire, gradient_size
-
-_NATIVE_DTYPES = frozenset(
-    (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    )
-)
-
-
-class LoneCall(NamedTuple):
-    """The pieces of `ReplicaStrategy.run` for a rank alone (step/straight.py)."""
-
-    context: StepContext
-    reducer: LocalReducer
-    frozen: Sequence[nn.Parameter]
-    """Parameters that no call may find trainable."""
-    touched: list[int]
-    """Of the last call: 1 for each slot that received a gradient."""
-    agree: Callable[[GlobalTotals], list[int]]
-    """Returns the same where other slots received one."""
-    finish: Callable[[Sequence[int], LossSums, float, float], StepResult]
-    """Takes `touched`, the sums, N and the mean loss."""
 
 
 class ReplicaStrategy:
@@ -202,9 +179,11 @@ class ReplicaStrategy:
             type(self) is not ReplicaStrategy
             or not isinstance(reducer, LocalReducer)
             or touched is None
+            or reducer.has_summed_hooks
             or self._sums_on_device()
             or self._built_for != self._groups.generation.number
-            or not (self._wire is self._grad_norms is None)
+            or self._wire is not None
+            or self._grad_norms is not None
             or self._throttle.active
             or self._added
         ):
@@ -422,23 +401,6 @@ def _key_of(params: Mapping[str, nn.Parameter]) -> int:
     """Return a checksum of names, shapes and dtypes."""
     text = repr([(name, tuple(p.shape), p.dtype) for name, p in params.items()])
     return zlib.crc32(text.encode()) % 2**31
-
-
-def broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
-    """Send rank 0's values to all ranks that share gradients; PeerLostError if one is gone."""
-    if groups.gradients is None:
-        return
-    try:
-        with torch.no_grad():
-            for tensor in tensors:
-                dense = tensor.detach().contiguous()
-                # Dtypes that gloo or NCCL don't support are sent as bytes.
-                wire = dense if dense.dtype in _NATIVE_DTYPES else dense.reshape(-1).view(torch.uint8)
-                dist.broadcast(wire, group_src=0, group=groups.gradients)
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
-    except RuntimeError as error:
-        raise collective_error(error, "rank 0's parameters did not arrive") from error
 
 
 def has_idle_rank(plan: StepPlan, computing: Sequence[int]) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from evenload.config import as_table
@@ -67,7 +68,7 @@ class Session(StepListener):
         self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
-        self._ranks = ComputingRanks(context, models, saver.unregistered)
+        self._ranks = ComputingRanks(context, models, self._unregistered)
         self._advice = LinkAdvice(context, models)
         self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
@@ -116,13 +117,19 @@ class Session(StepListener):
         found = [v for v in self._context.registry.values() if isinstance(v, nn.Module) and id(v) not in known]
         return [tensor for model in found for tensor in (*model.parameters(), *model.buffers())]
 
+    def _unregistered(self) -> list[str]:
+        """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
+        held = self._context.registry.values()
+        found = live_objects(LRScheduler, AveragedModel, besides=held) if self._saver.resumed else ()
+        return sorted(type(value).__name__ for value in found)
+
     def _why_not_restored(self) -> str:
         """Return why this rank could not take the place of another, or another its; empty if it could."""
         if self._context.islands is not None:
             return "with strategy='local' the state of an island is not another's"
         if rpc.is_running():
             return "torch's RPC is running, which takes no rank anew: one that joins would only reach itself"
-        return why_not_restored(self._context, self._models, self._saver.unregistered)
+        return why_not_restored(self._context, self._models, self._unregistered)
 
     def prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -359,7 +366,7 @@ class Session(StepListener):
             self._print_dry_run(step)
             raise SystemExit(0)
         # Of a rank that joins, the others wait in this step: what they have looked for is not looked for again.
-        if not self._context.spec.joining and (forgotten := self._saver.unregistered()):
+        if not self._context.spec.joining and (forgotten := self._unregistered()):
             self._context.recorder.event(
                 "unregistered",
                 f"NOT IN CHECKPOINTS: {', '.join(forgotten)} exists but was not passed to run.resume; after a resume it would "

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, EvenloadError, StepError
 from evenload.training.adaptive_batch.growth import check_not_grown
@@ -24,7 +23,6 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
-from evenload.training.session.live_objects import live_objects
 from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
@@ -245,7 +243,6 @@ class Saver:
 
     @property
     def rests(self) -> bool:
-        """True if `collect` and `save_best` have nothing to do until `checkpoint` is called."""
         return self._retention.best is None and not self._writer.is_writing
 
     def save_best(self) -> None:
@@ -418,10 +415,3 @@ class Saver:
             write_s=written.seconds,
             size_bytes=written.num_bytes,
         )
-
-    def unregistered(self) -> list[str]:
-        """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
-        found = (
-            live_objects(LRScheduler, AveragedModel, besides=self._context.registry.values()) if self.resumed else ()
-        )
-        return sorted(type(value).__name__ for value in found)

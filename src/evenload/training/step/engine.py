@@ -386,7 +386,6 @@ class Engine:
         self.recorder.event("memory", text, step=batch.global_step, num_micro=batch.plan.num_micro)
 
     def finish(self, batch: GlobalBatch, stats: StepStats, reports: Reports, result: StepResult) -> torch.Tensor:
-        """Take the result of a call, and return its loss."""
         travelled = result.totals is None and result.unread is None
         if result.norms is not None:
             stats.unread_norms = result.norms
@@ -397,8 +396,7 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        names = reports.names if travelled else ()
-        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in names} if names else {}
+        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in reports.names if travelled}
         try:
             self.totals.take(stats, batch.global_step, result, metrics, reports if travelled else NO_REPORTS)
         except EvenloadError:

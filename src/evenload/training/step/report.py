@@ -285,7 +285,7 @@ class Reports(Sequence[RankReport]):
 class OwnReport(Reports):
     """The report of a rank that is alone: it was never a row."""
 
-    delays_s = None  # type: ignore[assignment]
+    delays_s = None
 
     def __init__(self, report: RankReport) -> None:
         self.names = tuple(report.metric_names()) if report.metrics else ()
@@ -328,8 +328,14 @@ class OwnReport(Reports):
         return [self._report.metrics[name]]
 
     @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """The seconds of each segment."""
+        seconds: tuple[float, ...] = _SECONDS_OF(self._report.seconds)
+        return seconds
+
+    @property
     def seconds(self) -> NDArray[np.float64]:
-        return np.array([_SECONDS_OF(self._report.seconds)])
+        return np.array([self.own_seconds])
 
     def flags(self, name: str) -> tuple[bool, ...]:
         return (bool(self.first(name)),)
@@ -356,7 +362,6 @@ class OwnReport(Reports):
     def sums(self) -> ReportSums:
         own = self._report
         return ReportSums(own.units, own.loss_sum, True, own.has_zero)
-
 
 
 NO_REPORTS = Reports(np.empty((0, CAPACITY)))

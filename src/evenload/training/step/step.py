@@ -249,12 +249,14 @@ class StepLoop:
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
         engine = self.engine
+        if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
+            self._end_straight(step, self.line)
+            return
+        self.line = None
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
-        if not finished or step.stats.calls != 1 or self.stop_requested:
-            self.line = None
         self.left_early = not finished
         if step.stats.calls:
             self.last_loss = step.stats.loss
@@ -262,12 +264,6 @@ class StepLoop:
                 slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
-        if self.line is not None:
-            self._record(step)
-            step.commit()
-            if engine.clock.since_s >= self.line.ends_s:
-                self.line = None
-            return
         engine.control.set_position(step.epoch, -1)
         self._dropped = step if dropped else None
         if step.stats.calls:
@@ -283,6 +279,16 @@ class StepLoop:
             if not (self.stop_requested or step._loader.is_tuned):
                 self.line = begin_line(engine, step.batch, step.planner, step.stats, self._all_listeners)
 
+    def _end_straight(self, step: Step, line: StraightLine) -> None:
+        engine = self.engine
+        self.last_loss, self.left_early, self.step = step.stats.loss, False, None
+        self._session_steps += 1
+        engine.clock.switch("other")
+        engine.recorder.step(step.record_index, step.batch.plan, step.stats, at_once=step.committed)
+        step.commit()
+        if engine.clock.since_s >= line.ends_s:
+            self.line = None
+
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
         self.line = None
@@ -293,7 +299,7 @@ class StepLoop:
         timed = stats if (stats := step.stats).is_timed else stats.earlier
         stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
-        if self.line is None and timed is not None and (plan := timed.plan) is not None:
+        if timed is not None and (plan := timed.plan) is not None:
             if step.planner.learns:
                 times = timed.own_seconds(), timed.unusual, timed.whole_seconds(), timed.delay_s
                 step.planner.observe(timed.global_step, plan, *times)
@@ -301,7 +307,7 @@ class StepLoop:
                 step.planner.follow_step(timed.global_step, plan)
             if step._loader.is_tuned and not step.arm and not timed.unusual:
                 step.loader.observe(timed.cost(plan.num_samples))
-        for listener in () if step.arm or self.line is not None else self._listeners["on_trained"]:
+        for listener in () if step.arm else self._listeners["on_trained"]:
             listener.on_trained(step)
         at_once = step.committed or self.left_early
         self.engine.recorder.step(step.record_index, step.batch.plan, stats, step.arm, at_once=at_once)

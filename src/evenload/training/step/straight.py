@@ -7,7 +7,7 @@ when nothing of it is in the processor's caches, so on a CPU a short step spends
 computes with the same pieces, and asks only what may have changed:
 
 - before the first one: every part, by `begin_line`. `StepLoop.leave_line` ends a line whose answers hold no more.
-- in each one, by `StraightLine.takes`: what the script changes without a call of ours, such as a parameter, its hook, its `.grad`.
+- in each one, by `StraightLine.takes`: what the script changes without a call of ours, such as a parameter, its hook or `.grad`.
 - every 0.2 s, by a usual step: what other threads and processes want, such as a rank that joins.
 
 Where a look finds a change, nothing was done yet, and the step goes the usual way (engine.py), which alone knows what to do.
@@ -25,7 +25,8 @@ from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.micro_steps import LossFn, LossSums, compute_loss, seed
 from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.parallel.ddp import LoneCall, ReplicaStrategy
+from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.lone_call import LoneCall
 from evenload.training.step.engine import Engine
 from evenload.training.step.exchange import mean, totals_of
 from evenload.training.step.listener import StepListener
