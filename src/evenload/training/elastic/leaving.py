@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 
 class ComputingRanks(StepListener):

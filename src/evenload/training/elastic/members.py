@@ -37,9 +37,9 @@ from evenload.training.launch.membership_messages import (
     Switched,
 )
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 
 _READY_EVERY_S = 30.0
 

@@ -15,8 +15,7 @@ from types import FrameType
 from evenload.training.launch.failure import is_users_file
 from evenload.training.launch.membership_messages import Activity, Message, Waits
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 _EVERY_S = 0.5
 _LEAST_DEADLINE_S = 4.5

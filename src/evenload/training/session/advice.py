@@ -14,8 +14,7 @@ from evenload.balance.wire_bytes import FORMATS
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 _NUM_STEPS = 6
 """Usual steps from which the time of computation is taken."""

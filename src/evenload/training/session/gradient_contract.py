@@ -24,8 +24,7 @@ from evenload.errors import ConfigError, StepError
 from evenload.training.session.live_objects import live_objects
 from evenload.training.session.unprepared import UnpreparedUses
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _PARAMS = itemgetter("params")

@@ -45,8 +45,8 @@ from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 from evenload.training.verify.coupling import CouplingWatch
 from evenload.training.verify.verifier import Verifier
 

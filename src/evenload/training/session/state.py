@@ -25,7 +25,7 @@ from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import StepLoader
+from evenload.training.step.step_loader import StepLoader
 
 
 class Saver:

@@ -37,8 +37,7 @@ from evenload.training.launch.stop_status import StopStatus
 from evenload.training.session.state import Saver
 from evenload.training.session.step_costs import RecentSteps
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 _LARGE_PART = 0.5
 """A save that takes a larger part of the grace than this is reported: the next one may not fit."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from evenload.errors import DivergenceError, StepError
-from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
+from evenload.foreign_names import STEP_ELSEWHERE
 from evenload.training.comm.control import Operation
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
@@ -18,7 +18,6 @@ from evenload.training.data.loader import GlobalLoader
 from evenload.training.launch import worker
 from evenload.training.step.attempt import Attempt
 from evenload.training.step.engine import Engine
-from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.straight import StraightLine, begin_line
@@ -122,6 +121,52 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
+
+
+class StepListener:
+    """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
+
+    begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
+    """
+
+    @property
+    def rests(self) -> bool:
+        """True if no callback has anything to do in the next steps of a rank alone, until `StepLoop.leave_line` is called.
+
+        A listener that waits for something outside of the training may learn of it 0.2 s later (straight.py).
+        """
+        return False
+
+    def on_begin(self, step: Step) -> None:
+        """A loop body begins."""
+
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        """`step.backward` was called and has not computed anything yet."""
+
+    def on_gradients(self, step: Step) -> None:
+        """`step.backward` is done without an error; `.grad` is final."""
+
+    def on_trained(self, step: Step) -> None:
+        """A step of training ended, before its commit."""
+
+    def on_end(self, step: Step) -> None:
+        """A loop body with a backward ended, in training or in a measurement, before the commit."""
+
+    def on_boundary(self, step: Step) -> None:
+        """A step of training is committed and the next has not begun; the callback may end the script.
+        Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
+        """
+
+    def on_loop_end(self) -> None:
+        """A loop over a loader came to the end of its epoch, on all ranks."""
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
+        return False
+
+    def extra_steps(self, loader: Any) -> Iterator[Step]:
+        """Yield steps of its own between two steps of training of a `StepLoader`, and leave everything as it was."""
+        return iter(())
 
 
 class StepLoop:
@@ -277,7 +322,8 @@ class StepLoop:
             for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
             if not (self.stop_requested or step._loader.is_tuned):
-                self.line = begin_line(engine, step.batch, step.planner, step.stats, self._all_listeners)
+                rests = (listener.rests for listener in self._all_listeners)
+                self.line = begin_line(engine, step.batch, step.planner, step.stats, rests)
 
     def _end_straight(self, step: Step, line: StraightLine) -> None:
         engine = self.engine
@@ -347,74 +393,3 @@ class StepLoop:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
         if self.is_half_done:
             raise half_done(what)
-
-
-class StepLoader:
-    """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
-
-    epoch_was_read = False
-    """True if the script has read `epoch`, to count its epochs from it."""
-
-    def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
-        self.loader = loader
-        self.planner = planner
-        self._loop = loop
-
-    def __len__(self) -> int:
-        """Steps per epoch; depends on the data and the global batch alone."""
-        return len(self.loader)
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
-        self.epoch_was_read = True
-        self._loop.before_use()
-        return self.loader.epoch
-
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset; of a tuple of loaders a tuple."""
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int | tuple[int, ...] | None:
-        """The global batch, in samples, of each loader of a tuple; None where a batch_sampler decides."""
-        return self.loader.batch_size
-
-    def __getitem__(self, index: object) -> Any:
-        raise StepError("a prepared loader has no index; iterate over it: for step in loader: step.backward(loss_fn)")
-
-    def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(self, name, LOADER_ELSEWHERE)
-
-    def __iter__(self) -> Iterator[Step]:
-        while (listener := (yield from self._train())) is not None:
-            yield from listener.extra_steps(self)
-
-    def _train(self) -> Generator[Step, None, StepListener | None]:
-        """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
-        loop = self._loop
-        loop.before_use()
-        loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
-        batches = iter(self.loader)
-        while True:
-            if loop.step is not None:
-                loop.check_alone(self.loader)
-            loop.engine.clock.switch("data")
-            if (batch := next(batches, None)) is None:
-                self.planner.end_loop(self.loader, loop)
-                loop.end_epoch()
-                return None
-            step = Step(loop, self.loader, self.planner, batch)
-            loop.begin(step)
-            finished = False
-            try:
-                yield step
-                finished = True
-            finally:
-                # A `break` ends the generator here: samples count as used where their gradients were.
-                loop.end(step, finished=finished)
-                if not finished:
-                    self.planner.leave_loop(self.loader, loop)
-            if loop.line is None and (listener := loop.due_listener()) is not None:
-                return listener

@@ -29,7 +29,6 @@ from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.lone_call import LoneCall
 from evenload.training.step.engine import Engine
 from evenload.training.step.exchange import mean, totals_of
-from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
@@ -117,9 +116,12 @@ class StraightLine:
 
 
 def begin_line(
-    engine: Engine, batch: GlobalBatch, planner: Planner, stats: StepStats, listeners: Iterable[StepListener]
+    engine: Engine, batch: GlobalBatch, planner: Planner, stats: StepStats, rests: Iterable[bool]
 ) -> StraightLine | None:
-    """Return what computes the next steps, after a usual one; None where something more belongs to a step."""
+    """Return what computes the next steps, after a usual one; None where something more belongs to a step.
+
+    `rests`: of each listener (`StepListener.rests`).
+    """
     strategy = engine.strategy
     if (
         engine.groups.world_size > 1
@@ -132,7 +134,7 @@ def begin_line(
         or batch.plan.num_micro > 1
         or stats.calls != 1
         or stats.redone
-        or not all(listener.rests for listener in listeners)
+        or not all(rests)
     ):
         return None
     call = strategy.lone_call()

@@ -32,8 +32,7 @@ from evenload.training.data import checks
 from evenload.training.data.rows import cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.findings import TOLERANCES
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts

@@ -31,9 +31,8 @@ from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.listener import StepListener
 from evenload.training.step.plan_source import FixedProportions, PlanSource
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 from evenload.training.verify.diagnosis import Diagnosis
 from evenload.training.verify.double import float64, in_double
 from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallReport, DifferenceCause, VerifyReport
