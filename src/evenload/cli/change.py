@@ -26,6 +26,7 @@ def change(
     priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
     time: Annotated[str | None, typer.Option(metavar="SOFT[:HARD]", help="Time limits.")] = None,
     estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time.")] = None,
+    begin: Annotated[str | None, typer.Option(metavar="TIME", help="Not to start before 8h, or 22:00.")] = None,
     deadline: Annotated[str | None, typer.Option(metavar="TIME", help="To have ended in 8h, or at 09:00.")] = None,
     steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
     devices: Annotated[
@@ -49,7 +50,19 @@ def change(
     """
     if hold and release:
         raise ConfigError("--hold and --release contradict each other; give one of them")
-    keys = ("priority", "time", "estimate", "deadline", "steps", "devices", "kind", "memory", "retries", "name")
+    keys = (
+        "priority",
+        "time",
+        "estimate",
+        "begin",
+        "deadline",
+        "steps",
+        "devices",
+        "kind",
+        "memory",
+        "retries",
+        "name",
+    )
     values = {key: context.params[key] for key in keys if context.params[key] is not None}
     if not values and not hold and not release:
         raise ConfigError("nothing to change: give --priority, --hold, --release, --time, ...; --help lists all")
@@ -94,13 +107,13 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     import time
 
     from evenload.scheduler.job_file import KEYS, job_from
-    from evenload.scheduler.job_syntax import deadline_s
+    from evenload.scheduler.job_syntax import moment_s
 
     job = job_from({"command": ["true"], **values}, {key: f"--{key} {value}" for key, value in values.items()})
     found: dict[str, Any] = {}
     for key in values:
-        if key == "deadline":
-            found["deadline_s"] = deadline_s(job.deadline, time.time())
+        if (name := {"begin": "not_before_s", "deadline": "deadline_s"}.get(key)) is not None:
+            found[name] = moment_s(getattr(job, key), time.time())
             continue
         fields = {"total" if name == "steps" else name: getattr(job, name) for name in KEYS[key][1]}
         if key in ("devices", "kind", "memory"):

@@ -70,6 +70,7 @@ def submit(
         str | None, typer.Option(metavar="SOFT[:HARD]", help="After SOFT it yields to others; after HARD it is ended.")
     ] = None,
     estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time, such as 90m.")] = None,
+    begin: Annotated[str | None, typer.Option(metavar="TIME", help="Not to start before 8h, or 22:00.")] = None,
     deadline: Annotated[
         str | None, typer.Option(metavar="TIME", help="To have ended in 8h, or at 09:00; needs policy cost.")
     ] = None,

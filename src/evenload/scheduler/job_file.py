@@ -48,8 +48,10 @@ class JobFile:
     hard_limit_s: float | None = None
     estimate_s: float | None = None
     """Expected run time on the minimum number of devices."""
+    begin: str = ""
+    """It doesn't start before: `8h` from its submission, or a time of day (`job_syntax.moment_s`); empty for none."""
     deadline: str = ""
-    """When it is to have ended: `8h` from its submission, or a time of day (`job_syntax.deadline_s`); empty for none."""
+    """When it is to have ended, likewise."""
     steps: int | None = None
     saves: bool | None = None
     """True if it saves and stops on request; None: detected by its first report (`evenload.job`, `evenload run`)."""
@@ -119,7 +121,8 @@ def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "
         priority=job.priority,
         preemptible=bool(job.saves) or job.requeue,
         estimate_s=job.estimate_s,
-        deadline_s=read.deadline_s(job.deadline, time.time()) if job.deadline else None,
+        not_before_s=read.moment_s(job.begin, time.time()) if job.begin else None,
+        deadline_s=read.moment_s(job.deadline, time.time()) if job.deadline else None,
         total=None if job.steps is None else float(job.steps),
         soft_limit_s=job.soft_limit_s,
         hard_limit_s=job.hard_limit_s,
@@ -161,7 +164,8 @@ KEYS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[..., Any]]
     "priority": (read.read_count(-1000, 1000, "an integer"), ("priority",), int),
     "time": (read.read_limits_s, ("soft_limit_s", "hard_limit_s"), read.limits_text),
     "estimate": (read.read_duration_s, ("estimate_s",), read.duration_text),
-    "deadline": (read.read_deadline, ("deadline",), str),
+    "begin": (read.read_moment, ("begin",), str),
+    "deadline": (read.read_moment, ("deadline",), str),
     "steps": (read.read_count(1, 2**62, "a number of steps"), ("steps",), int),
     "saves": (read.read_bool, ("saves",), bool),
     "after": (read.read_after, ("after",), read.after_texts),
@@ -249,6 +253,8 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
         )
     if job.idle_end_s is not None and job.backend != "local":
         raise ConfigError(f"{where['idle_end']}: only the local queue watches its devices; remove it")
+    if job.begin and job.backend != "local":
+        raise ConfigError(f"{where['begin']}: only the local queue holds jobs until a time; remove it")
     if job.deadline and job.backend != "local":
         raise ConfigError(f"{where['deadline']}: only the local queue plans for deadlines; remove it")
     if job.image and job.backend != "local":
@@ -262,6 +268,9 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
         raise ConfigError('the command contains {index}, but the job is not an array: add array = "0-9" or --array 0-9')
     if job.estimate_s and job.hard_limit_s and job.estimate_s > job.hard_limit_s:
         raise ConfigError(f"{where['estimate']} exceeds the hard limit {where['time']}")
+    now_s = time.time()
+    if job.begin and job.deadline and read.moment_s(job.begin, now_s) >= read.moment_s(job.deadline, now_s):
+        raise ConfigError(f"{where['begin']} is not before {where['deadline']}: the job could never meet its deadline")
     if job.deadline and job.share_device:
         raise ConfigError(f"{where['deadline']}: a job that may share its device isn't planned for; remove one of them")
 

@@ -161,19 +161,19 @@ def read_time_of_day_s(value: str, now_s: float) -> float:
     raise ValueError(expected)
 
 
-def read_deadline(value: Any) -> str:
-    """Check a time from the submission (`8h`) or a time of day (`mon 09:00`); return it as it was written."""
+def read_moment(value: Any) -> str:
+    """Check a time counted from the submission (`8h`) or a time of day (`mon 09:00`); return it as it was written."""
     expected = "a time such as 8h from now, or a time of day such as 09:00, mon 09:00 or 2026-12-01 09:00"
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            if deadline_s(value, time.time()) >= time.time():
+            if moment_s(value, time.time()) >= time.time():
                 return value
             expected = "a time that is to come"
     raise ValueError(expected)
 
 
-def deadline_s(text: str, now_s: float) -> float:
-    """Return the seconds since 1970 of a deadline that `read_deadline` accepts."""
+def moment_s(text: str, now_s: float) -> float:
+    """Return the seconds since 1970 of a time that `read_moment` accepts."""
     return read_time_of_day_s(text, now_s) if ":" in text else now_s + read_duration_s(text)
 
 

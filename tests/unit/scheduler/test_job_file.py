@@ -217,5 +217,5 @@ def test_the_default_job_asks_for_one_device() -> None:
 
 def test_a_deadline_that_is_over_is_refused() -> None:
     with pytest.raises(ValueError, match="to come"):
-        job_syntax.read_deadline("2020-01-01 09:00")
-    assert job_syntax.read_deadline("8h") == "8h"
+        job_syntax.read_moment("2020-01-01 09:00")
+    assert job_syntax.read_moment("8h") == "8h"

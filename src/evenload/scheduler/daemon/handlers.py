@@ -217,7 +217,10 @@ class RequestHandlers:
         return self._job_rows(released)
 
     def _change(self, caller: Caller, *, job: str, **changes: Any) -> dict[str, Any]:
-        before = self._own_all(caller, (job,))[0].spec
+        own = self._own_all(caller, (job,))[0]
+        before = own.spec
+        if "not_before_s" in changes and own.state is not JobState.PENDING:
+            raise QueueError(f"job {job} is {own.state}: when it begins can be changed only while it waits")
         spec = self._in_queue_time(requests.changed_spec(before, changes), changes)
         if spec.priority > before.priority:
             self._check_priority(caller, spec.priority)

@@ -146,6 +146,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "snapshot", _snapshot(program)
     yield "requested", _requested(job, summary.spec)
     yield "estimate", _estimate(job)
+    yield "begins", _begin(summary)
     yield "deadline", _deadline(summary)
     yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at peak" if job.get("peak_bytes") else ""
     yield "listens on", ", ".join(summary.listens)
@@ -176,6 +177,14 @@ def _estimate(job: Mapping[str, Any]) -> str:
         return ""
     source = job.get("estimate_source")
     return f"runs for about {span(seconds)}, estimated {f'from {source}' if source else 'by its owner'}"
+
+
+def _begin(summary: JobSummary) -> str:
+    """Return before when a waiting job doesn't start; empty for others."""
+    begin_s = summary.spec.get("not_before_s")
+    if begin_s is None or summary.job["state"] != "PENDING" or begin_s <= summary.now_s:
+        return ""
+    return f"not before {moment(begin_s)}"
 
 
 def _deadline(summary: JobSummary) -> str:
