@@ -152,7 +152,7 @@ def go_on_text(go_on: str = "") -> str:
 
 def stop_requested() -> bool:
     """Return True after a stop request: a signal while `listening`, or the queue's stop file."""
-    return _connection().is_stop_requested()
+    return (_connections[0] if _connections else _connection()).is_stop_requested()
 
 
 def stop_reason() -> str:

@@ -47,7 +47,8 @@ from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.step.assignment import ShareAssignment, Shares
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.plan_source import FixedProportions
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 
 _RECENT_STEPS = 8
 _MOST_STEPS = 10_000

@@ -31,7 +31,7 @@ from evenload.training.session.session import Session
 from evenload.training.session.state import Saver
 from evenload.training.session.trackers import open_tracker
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import StepLoader
+from evenload.training.step.step_loader import StepLoader
 from evenload.training.step.wrong_loops import inside_loss_fn
 from evenload.wrong_calls import shows_usage, unknown_attribute
 

@@ -55,6 +55,9 @@ class Planner:
     def revision(self) -> int:
         return len(self.board.decisions)
 
+    def repeats_plans(self, global_step: int) -> bool:
+        return all(from_step <= global_step for from_step, _, _ in self.board.decisions)
+
     def next_batch_size(self, step: int | None) -> None:
         return None
 

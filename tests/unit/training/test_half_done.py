@@ -14,7 +14,8 @@ import evenload
 from evenload.errors import StepError
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step
+from evenload.training.step.step_loader import StepLoader
 
 NUM_STEPS = 6
 

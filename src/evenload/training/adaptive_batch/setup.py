@@ -13,7 +13,8 @@ from evenload.training.adaptive_batch.growth import BatchGrowth, BatchReport, se
 from evenload.training.adaptive_batch.learning_rate import RateFollower
 from evenload.training.data import checks
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 
 
 @dataclass(frozen=True)

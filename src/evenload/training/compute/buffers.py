@@ -41,6 +41,7 @@ class BufferGuard:
             for name, buffer in module.named_buffers(recurse=False)
             if buffer is not None
         ]
+        self.are_present = bool(self._places)
         self._changing: set[tuple[nn.Module, str]] | None = None
         self._saved: list[_Saved] = []
 

@@ -15,7 +15,9 @@ from evenload.training.compute.device_read import DeviceRead
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import LossResult, nominal_units, read_result
+from evenload.training.data.batches import MicroBatch
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.data.randomness import mix, reseed
 
 LossFn = Callable[[Any], Any]
 _set_grad_enabled = torch._C._set_grad_enabled
@@ -99,28 +101,12 @@ def run_micro_steps(
         had_grad = torch.is_grad_enabled()
         _set_grad_enabled(True)  # by `torch.enable_grad` it takes five calls of Python
         try:
-            result = read_result(context.precision.run(loss_fn, micro.data), on_device=sums.on_device)
-            if not micro.idle:
-                context.check_weight(micro.data, result.loss, result.weight)
-            weight: torch.Tensor | float = 0.0
-            if not micro.idle:
-                weight = float(micro.num_samples) if result.weight is None else result.weight
-            if m != own[0] and sums.weighted != (result.weight is not None):
-                raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
-            sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
-            add_result(sums, result, weight)
+            root, is_idle = compute_loss(
+                context, micro, loss_fn, sums, plan.num_samples, last_units, is_first=m == own[0]
+            )
             if sums.looks_for_zero and m == own[-1] and isinstance(sums.num_zero, torch.Tensor):
                 sums.zero_read = DeviceRead(sums.num_zero.reshape(1))
-            factor = weight * context.precision.scale / sums.nominal
-            # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
-            # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
-            # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step with an event.)
-            # So it is with a weight that lies on a device, where the host can't read it without waiting.
-            if isinstance(weight, torch.Tensor):
-                backward(_where(weight, result.loss) * factor, last=m == own[-1], idle=False)
-            else:
-                without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
-                backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
+            backward(root, last=m == own[-1], idle=is_idle)
         finally:
             _set_grad_enabled(had_grad)
         context.statistics.end(m)
@@ -128,11 +114,49 @@ def run_micro_steps(
             context.grad_norms.first_micro(sums.units)
 
 
+def compute_loss(
+    context: StepContext,
+    micro: MicroBatch,
+    loss_fn: LossFn,
+    sums: LossSums,
+    num_samples: int,
+    last_units: float | None,
+    *,
+    is_first: bool,
+) -> tuple[torch.Tensor, bool]:
+    """Call loss_fn for a micro-batch, and add up its result in `sums`.
+
+    Returns:
+        What its backward begins with, and whether the gradients of that don't count.
+    """
+    result = read_result(context.precision.run(loss_fn, micro.data), on_device=sums.on_device)
+    if not micro.idle:
+        context.check_weight(micro.data, result.loss, result.weight)
+    weight: torch.Tensor | float = 0.0
+    if not micro.idle:
+        weight = float(micro.num_samples) if result.weight is None else result.weight
+    if not is_first and sums.weighted != (result.weight is not None):
+        raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
+    sums.nominal = nominal_units(num_samples, result.weight is not None, last_units)
+    add_result(sums, result, weight)
+    factor = weight * context.precision.scale / sums.nominal
+    # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But samples that
+    # are in BatchNorm's statistics have a gradient through them, whatever their own weight. (There the loss's own gradient must
+    # be 0, as cross_entropy's is; a NaN skips the step with an event.) So it is with a weight that lies on a device, where the
+    # host can't read it without waiting.
+    if isinstance(weight, torch.Tensor):
+        return _where(weight, result.loss) * factor, False
+    is_idle = micro.idle or (weight == 0.0 and not context.statistics.in_use)
+    return result.loss if factor == 1.0 else result.loss * factor, is_idle
+
+
 def seed(context: StepContext, batch: GlobalBatch, *parts: int) -> None:
     """Seed the generators of the user's code by the step and `parts`."""
     key = (context.seed, batch.global_step, *parts)
     if context.reseed is not None:
         context.reseed(*key)
+    elif context.device.type == "cpu" and not context.other_gpus:
+        reseed(mix(*key))
     else:
         randomness.seed_all(context.device, *key, others=context.other_gpus)
 

@@ -24,7 +24,7 @@ class ModelParameters:
     @property
     def has_changed(self) -> bool:
         """True if parameters were added or replaced since they were read."""
-        found = self._list()
+        found = list(chain.from_iterable(map(dict.values, self._dicts)))
         if any(self._empty) or len(found) != len(self._known):
             return True
         # By identity: tensors compare by value, and a list of ids takes twice as long.
@@ -41,7 +41,8 @@ class ModelParameters:
         ]
         self._dicts = [members for members in dicts if members]
         self._empty = [members for members in dicts if not members]
-        self._known = self._list()
+        self._known: list[Any] = list(chain.from_iterable(map(dict.values, self._dicts)))
+        """All parameters and modules that the models hold directly."""
         self._with_gradients: tuple[int, list[nn.Parameter]] | None = None
         """The newest result of `with_gradients`: these have gradients in most steps."""
         self.named: dict[str, nn.Parameter] = {}
@@ -69,10 +70,6 @@ class ModelParameters:
             self.read()
             return self.with_gradients(most)
         return found
-
-    def _list(self) -> list[Any]:
-        """Return all parameters and modules that the models hold directly."""
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     @property
     def have_gradients(self) -> bool:

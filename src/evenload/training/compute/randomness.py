@@ -16,7 +16,8 @@ from torch import nn
 
 from evenload.training.data.randomness import FastSaver, get_global_state, mix, reseed, set_global_state
 
-_saver = FastSaver()
+saver = FastSaver()
+"""Of the generators of the host."""
 
 
 def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
@@ -63,14 +64,14 @@ def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
 def save(device: torch.device, others: Sequence[torch.device] = ()) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
     """Return the state of the generators for `put_back`. `others`: see `other_gpus`."""
     if device.type == "cpu" and not others:  # without a frame for each list
-        return _saver.save(), []
+        return saver.save(), []
     gpus = [_cuda_generator(gpu) for gpu in (device, *others) if gpu.type == "cuda"]
-    return _saver.save(), [(generator, generator.get_state()) for generator in gpus]
+    return saver.save(), [(generator, generator.get_state()) for generator in gpus]
 
 
 def put_back(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
     """Restore what `save` returned."""
-    _saver.restore(saved[0])
+    saver.restore(saved[0])
     for generator, state in saved[1]:
         generator.set_state(state)
 

@@ -65,6 +65,12 @@ class GlobalBatch:
             self._first = first
             self._held[first.span] = first.data
 
+    def following(self, plan: StepPlan, global_step: int) -> GlobalBatch:
+        """Return the batch of the next step, which is read as this one by the same ranks."""
+        later = object.__new__(GlobalBatch)
+        later.__dict__.update(vars(self), plan=plan, global_step=global_step, _held={}, _first=None)
+        return later
+
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute(self, name, {name: STEP_ELSEWHERE["batch"]})
 
@@ -163,7 +169,10 @@ def spans_of(plan: StepPlan, ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def read_span(plan: StepPlan, micro_index: int, rank: int) -> tuple[int, int]:
     """Return the positions that a rank reads for a micro-batch; one idle sample where its share is 0."""
-    low, high = plan.slice_of(micro_index, rank)
+    if micro_index == rank == 0:
+        low, high = plan.start, plan.start + plan.micro[0][0]
+    else:
+        low, high = plan.slice_of(micro_index, rank)
     if low < high:
         return low, high
     first, end = plan.slice_of(micro_index)

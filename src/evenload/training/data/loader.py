@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -184,26 +183,10 @@ class GlobalLoader:
 
     def follow(self, values: Sequence[int]) -> None:
         """Take the position of rank 0, as its `follow_values`: this rank executed other steps than it (``async``)."""
-        begun, *moved, epoch_samples, order_key, num_ahead = values[:9]
-        flat = values[9 : 9 + 2 * num_ahead]
-        self._begun = bool(begun)
-        epoch, step, position, global_step, samples_total = moved
-        self._cursor = dataclasses.replace(
-            self._cursor,
-            epoch=epoch,
-            step=step,
-            position=position,
-            global_step=global_step,
-            samples_total=samples_total,
-            epoch_samples=epoch_samples,
-            order_key=order_key,
-            ahead=tuple(zip(flat[::2], flat[1::2], strict=True)),
-        )
+        self._begun, self._cursor = bool(values[0]), self._cursor.moved_to(values[1:])
 
     def follow_values(self) -> list[int]:
-        now = self._cursor
-        moved = [now.epoch, now.step, now.position, now.global_step, now.samples_total]
-        return [int(self._begun), *moved, now.epoch_samples, now.order_key, len(now.ahead), *sum(now.ahead, ())]
+        return [int(self._begun), *self._cursor.place()]
 
     def load(self, cursor: Cursor) -> None:
         """Continue at a cursor, in mid-epoch if need be; DataError if it does not fit this loader."""
@@ -263,12 +246,14 @@ class GlobalLoader:
         if cursor.ahead:
             todo = [step for step in todo if step not in dict(cursor.ahead)]
 
+        get, switch = reader.span_reader, self._clock.switch
+
         def read(low: int, high: int) -> Any:
-            before = self._clock.switch("data")
+            before = switch("data")
             try:
-                return reader.get((low, high))
+                return get((low, high))
             finally:
-                self._clock.switch(before)
+                switch(before)
 
         rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
         before = cursor.global_step - begun  # steps of earlier epochs
@@ -306,6 +291,7 @@ class GlobalLoader:
                     ahead = CopiedAhead(span, data, start_copy(data, self._device))
 
         copies = self._device.type != "cpu" and len(self._ranks) == 1  # replica threads would read at the same time
+        may_repeat = not (copies or self.is_tuned or cursor.ahead) and rounds is None
         revision: int | None = None
         try:
             places: Iterator[int | BatchPlace] = iter(
@@ -335,6 +321,16 @@ class GlobalLoader:
                     revision = revised
                     on_replan()
                 yield batch
+                if (
+                    may_repeat
+                    and isinstance(drawn.bounds, order.RegularBounds)
+                    and planner.repeats_plans(batch.global_step)
+                ):
+                    ends_at = drawn.bounds[-1]
+                    while plan.start + 2 * plan.num_samples <= ends_at and planner.revision() == revision:
+                        place, plan = next(places), plan.following()
+                        batch = batch.following(plan, self._cursor.global_step)
+                        yield batch
             self._next_epoch()
         finally:
             reader.pause()

@@ -206,6 +206,11 @@ class MapReader:
         if self._tuner is not None:
             self._tuner.follow(rank)
 
+    @property
+    def span_reader(self) -> Callable[[Span], Any]:
+        """Returns what `get` does, until the settings are tuned."""
+        return self.get if self._is_joint or self._tuner is not None else self._sources[0].get
+
     def get(self, span: Span) -> Any:
         """Return the collated samples at these positions; of several loaders a tuple."""
         if self._is_joint:

@@ -84,7 +84,13 @@ class FastSaver:
         """Return the state for `restore`."""
         memory = _python_memory()
         python = random.getstate() if memory is None else (bytes(memory), random._inst.gauss_next)  # type: ignore[attr-defined]
-        return torch.default_generator.get_state(), python, self._save_numpy()
+        if (numpy := sys.modules.get("numpy")) is None:
+            return torch.default_generator.get_state(), python, None
+        twister, state = _twister_memory(), self._numpy_state
+        words = b"" if twister is None else bytes(twister)  # compared by value, a view takes ten times as long
+        if not words or state is None or words != self._words or state[_HAS_GAUSS]:
+            self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(words))
+        return torch.default_generator.get_state(), python, self._numpy_state
 
     def restore(self, state: tuple[Any, ...]) -> None:
         torch.default_generator.set_state(state[0])
@@ -102,15 +108,6 @@ class FastSaver:
         if bytes(memory) != _seeded_words:  # somebody drew since
             numpy.random.seed(0)  # forgets a deviate held back
         memory[:] = self._words
-
-    def _save_numpy(self) -> Any:
-        if (numpy := sys.modules.get("numpy")) is None:
-            return None
-        memory, state = _twister_memory(), self._numpy_state
-        words = b"" if memory is None else bytes(memory)  # compared by value, a view takes ten times as long
-        if not words or state is None or words != self._words or state[_HAS_GAUSS]:
-            self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(words))
-        return self._numpy_state
 
 
 @functools.cache

@@ -20,6 +20,9 @@ class StepPlanner(Protocol):
     def revision(self) -> int:
         """Return a number that grows when a decision changes plans of steps not yet executed."""
 
+    def repeats_plans(self, global_step: int) -> bool:
+        """Return whether whole batches are divided alike from this step on, until `revision` grows, and keep their size."""
+
     def next_batch_size(self, step: int | None) -> int | None:
         """Return the global batch from now on; None keeps it.
 

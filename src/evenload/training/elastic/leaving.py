@@ -35,9 +35,14 @@ class ComputingRanks(StepListener):
         self._context = context
         self._models = models
         self._unregistered = unregistered
-        self._optimizer: Optimizer | None = None
+        self.optimizer: Optimizer | None = None
+        """The one that steps now."""
         self._has_begun = False
         self._reported = ""
+
+    @property
+    def rests(self) -> bool:
+        return self._context.step_groups.world_size == 1
 
     def on_begin(self, step: Step) -> None:
         self._context.control.leave_loops()
@@ -54,23 +59,20 @@ class ComputingRanks(StepListener):
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         self._context.control.leave_loops()
-        if self._optimizer is not None:
-            self._stay(f"{type(self._optimizer).__name__} calls step.backward itself")
+        if self.optimizer is not None:
+            self._stay(f"{type(self.optimizer).__name__} calls step.backward itself")
 
     def on_loop_end(self) -> None:
         """Send the state to the ranks that have left, which may use their models now; rank 0 goes on meanwhile."""
         generation = self._context.step_groups.generation
         self._send_state([rank for rank in generation.ranks if rank not in generation.computing])
 
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the rank stay if the state of an optimizer that is about to step could not be restored."""
         if not self._context.engine.stays_because and self._context.loop.step is not None:
             held = self._context.registry.values()
             if not any(value is optimizer for value in held):
                 self._stay(f"{type(optimizer).__name__} steps, but was not passed to run.resume")
-
-    def optimizer_ends(self) -> None:
-        self._optimizer = None
 
     def set_out(self, out: Sequence[int], step_index: int | None = None) -> bool:
         """Let all ranks but `out` compute from now on; return whether one returned. All ranks call it between two steps."""

@@ -38,7 +38,8 @@ from evenload.training.launch.membership_messages import (
 )
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.planner import Planner
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 
 _READY_EVERY_S = 30.0
 _CHANGE_S = 120.0
@@ -110,6 +111,10 @@ class Members(StepListener):
         return max(self._tried, self._changes.newest_number)
 
     # -- callbacks of the loop ------------------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> bool:
+        return self._is_capable and not self._transfer.is_due and self._changes.newest_number <= self._tried
 
     def on_begin(self, step: Step) -> None:
         self.catch_up()  # a loop that was left has no boundary

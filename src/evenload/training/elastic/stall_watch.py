@@ -64,6 +64,10 @@ class StallWatch(StepListener):
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenload-stalls", daemon=True)
 
+    @property
+    def rests(self) -> bool:
+        return self._thread.is_alive() and not self._starts
+
     def on_begin(self, step: Step) -> None:
         if not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()

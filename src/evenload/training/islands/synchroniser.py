@@ -29,7 +29,8 @@ from evenload.training.islands.shares import NUM_BLOCKS, ReportTimes, blocks_of
 from evenload.training.parallel.outer import OuterState
 from evenload.training.parallel.wire.outer_wire import OuterWire
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 
 Listing = Callable[..., Sequence[Any]]
 

@@ -27,7 +27,8 @@ class Arrivals:
         touched it and on all ranks, 2 otherwise."""
         self.order: dict[int, None] = {}
         """Slots in the order in which their gradients came on rank 0, over the calls of a step."""
-        self._last_touched: dict[int, list[int]] = {}
+        self.last_touched: dict[int, list[int]] = {}
+        """What `agree` returned for the last usual call of this index."""
 
     def agree(
         self,
@@ -49,10 +50,10 @@ class Arrivals:
         """
         touched, known = reducer.touched(), self.expected.get(call_index)
         is_usual = totals.same_touched and known is not None and not was_late
-        if is_usual and touched == self._last_touched.get(call_index):
+        if is_usual and touched == self.last_touched.get(call_index):
             return touched
         if is_usual and all(map(int.__le__, touched, known or ())):
-            self._last_touched[call_index] = touched
+            self.last_touched[call_index] = touched
             return touched
         if known is not None and not was_late and totals.touched is not None:
             by_any, by_all = (unpack_flags(words, len(known)) for words in totals.touched)

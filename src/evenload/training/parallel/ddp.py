@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +16,8 @@ from torch import nn
 from evenload.balance.exchange_times import BucketSizes, bucket_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
+from evenload.training.comm.broadcast import broadcast
 from evenload.training.comm.clock import StepClock
-from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.link import LinkMeter
 from evenload.training.compute import batchnorm, randomness
@@ -35,6 +35,7 @@ from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.arrivals import Arrivals
 from evenload.training.parallel.call_gradients import Expectation
 from evenload.training.parallel.local_reducer import LocalReducer
+from evenload.training.parallel.lone_call import LoneCall
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.strategy import (
@@ -46,13 +47,6 @@ from evenload.training.parallel.strategy import (
     StepResult,
 )
 from evenload.training.parallel.wire.gradient_wire import GradientWire, gradient_size
-
-_NATIVE_DTYPES = frozenset(
-    (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    )
-)
 
 
 class ReplicaStrategy:
@@ -158,14 +152,45 @@ class ReplicaStrategy:
             # Errors change only by a step that is known to be finite.
             late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
             return self._finish_on_device(reducer, touched, sums, batch, reads_late=late)
-        correction = sums.nominal / (totals.units * self._precision.scale)
+        return self._finish(reducer, touched, sums, totals.units, totals.loss)
+
+    def _finish(
+        self,
+        reducer: BucketReducer | LocalReducer,
+        touched: Sequence[int],
+        sums: LossSums,
+        units: float,
+        mean_loss: float,
+    ) -> StepResult:
+        """End a call whose loss the host knows."""
+        correction = sums.nominal / (units * self._precision.scale)
         finite = reducer.finish(touched, correction)
-        if not (finite and math.isfinite(totals.loss)):
+        if not (finite and math.isfinite(mean_loss)):
             reducer.clear(touched)
         elif self._wire is not None:
             self._wire.commit(touched, correction)
-        loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
-        return StepResult(totals.units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
+        loss = torch.scalar_tensor(mean_loss, dtype=sums.dtype)
+        return StepResult(units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
+
+    def lone_call(self) -> LoneCall | None:
+        """Return what repeats the last call of `run` on a rank alone, with one micro-batch; None where more belongs to a call."""
+        reducer, touched = self._reducer, self._arrivals.last_touched.get(0)
+        if (
+            type(self) is not ReplicaStrategy
+            or not isinstance(reducer, LocalReducer)
+            or touched is None
+            or reducer.has_summed_hooks
+            or self._sums_on_device()
+            or self._built_for != self._groups.generation.number
+            or self._wire is not None
+            or self._grad_norms is not None
+            or self._throttle.active
+            or self._added
+        ):
+            return None
+        agree = partial(self._arrivals.agree, 0, reducer, self._groups, was_late=False)
+        finish = partial(self._finish, reducer)
+        return LoneCall(self._context, reducer, tuple(self._frozen), touched, agree, finish)
 
     def _finish_on_device(
         self,
@@ -376,23 +401,6 @@ def _key_of(params: Mapping[str, nn.Parameter]) -> int:
     """Return a checksum of names, shapes and dtypes."""
     text = repr([(name, tuple(p.shape), p.dtype) for name, p in params.items()])
     return zlib.crc32(text.encode()) % 2**31
-
-
-def broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
-    """Send rank 0's values to all ranks that share gradients; PeerLostError if one is gone."""
-    if groups.gradients is None:
-        return
-    try:
-        with torch.no_grad():
-            for tensor in tensors:
-                dense = tensor.detach().contiguous()
-                # Dtypes that gloo or NCCL don't support are sent as bytes.
-                wire = dense if dense.dtype in _NATIVE_DTYPES else dense.reshape(-1).view(torch.uint8)
-                dist.broadcast(wire, group_src=0, group=groups.gradients)
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
-    except RuntimeError as error:
-        raise collective_error(error, "rank 0's parameters did not arrive") from error
 
 
 def has_idle_rank(plan: StepPlan, computing: Sequence[int]) -> bool:

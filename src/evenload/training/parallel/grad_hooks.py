@@ -62,6 +62,11 @@ class ArrivalHooks:
                 if id(param) in ids:
                     param._post_accumulate_grad_hooks = self._watched
 
+    @property
+    def has_others(self) -> bool:
+        """True if the user added a hook."""
+        return len(self._quiet) + len(self._watched) > 2
+
     def open(self, quiet: Hook, watched: Hook) -> None:
         """Begin to accept gradients; StepError if the user added a hook."""
         if len(self._quiet) + len(self._watched) > 2:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from evenload.balance.exchange_times import BucketSizes
+from evenload.training.comm.broadcast import broadcast
 from evenload.training.comm.groups import Groups
-from evenload.training.parallel.ddp import ReplicaStrategy, broadcast
+from evenload.training.parallel.ddp import ReplicaStrategy
 
 
 class IslandStrategy(ReplicaStrategy):

@@ -60,6 +60,10 @@ class LinkAdvice(StepListener):
         for line in self.opening():
             self._context.recorder.event("link", line, **(asdict(link) if link is not None else {}))
 
+    @property
+    def rests(self) -> bool:
+        return self._context.link is None or self._context.link.link is None or len(self._computed_s) == _NUM_STEPS
+
     def on_trained(self, step: Step) -> None:
         context = self._context
         if (meter := context.link) is None or (link := meter.link) is None or len(self._computed_s) == _NUM_STEPS:

@@ -139,6 +139,11 @@ class GradientContract(StepListener):
     def close(self) -> None:
         self._unprepared.release()
 
+    @property
+    def rests(self) -> bool:
+        has_looked = self._num_backwards > _NUM_SCALED and self._unused == {}
+        return has_looked and not self._verifies and self._context.num_sharing == 1
+
     def on_backward(self, step: Step, loss_fn: object) -> None:
         if step.index % _LIST_HOOKS_EVERY == 0:
             self._hooks = self._list_hooks()
@@ -226,6 +231,7 @@ class GradientContract(StepListener):
         self._optimizers[optimizer] = known
         self._stepped_ids.update(map(id, params))
         self._unused = None
+        self._context.loop.leave_line()
         return known
 
     def _check_wrapped(self, found: Iterable[object]) -> None:

@@ -32,7 +32,7 @@ from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.part_planner import PartPlanner
 from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import LEAD_STEPS, Planner
-from evenload.training.step.step import StepLoader
+from evenload.training.step.step_loader import StepLoader
 
 _REPORTED_GAIN = 1.05
 """Separate processes are recommended if they would be this many times as fast."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evenload.errors import CheckpointError
-from evenload.training.step.step import StepLoader
+from evenload.training.step.step_loader import StepLoader
 
 _IMPLEMENTATION = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"}
 """Values of a parameter group that are no hyperparameters of the script."""

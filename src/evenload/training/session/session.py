@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from evenload.config import as_table
@@ -45,7 +46,8 @@ from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.step.step import Step, StepListener
+from evenload.training.step.step_loader import StepLoader
 from evenload.training.verify.coupling import CouplingWatch
 from evenload.training.verify.verifier import Verifier
 
@@ -67,7 +69,7 @@ class Session(StepListener):
         self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
-        self._ranks = ComputingRanks(context, models, saver.unregistered)
+        self._ranks = ComputingRanks(context, models, self._unregistered)
         self._advice = LinkAdvice(context, models)
         self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
@@ -116,16 +118,23 @@ class Session(StepListener):
         found = [v for v in self._context.registry.values() if isinstance(v, nn.Module) and id(v) not in known]
         return [tensor for model in found for tensor in (*model.parameters(), *model.buffers())]
 
+    def _unregistered(self) -> list[str]:
+        """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
+        held = self._context.registry.values()
+        found = live_objects(LRScheduler, AveragedModel, besides=held) if self._saver.resumed else ()
+        return sorted(type(value).__name__ for value in found)
+
     def _why_not_restored(self) -> str:
         """Return why this rank could not take the place of another, or another its; empty if it could."""
         if self._context.islands is not None:
             return "with strategy='local' the state of an island is not another's"
         if rpc.is_running():
             return "torch's RPC is running, which takes no rank anew: one that joins would only reach itself"
-        return why_not_restored(self._context, self._models, self._saver.unregistered)
+        return why_not_restored(self._context, self._models, self._unregistered)
 
     def prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
+            self._context.loop.leave_line()
             if not any(value is model for model in self._models):
                 self._models.append(prepare.prepare_model(self._context, value))
             return value
@@ -319,7 +328,9 @@ class Session(StepListener):
             raise
         self._mistakes.before_optimizer(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
-        self._ranks.optimizer_begins(optimizer)
+        self._ranks.optimizer = optimizer
+        if not self._context.engine.stays_because:
+            self._ranks.check_optimizer(optimizer)
         if self._stale_rates is not None:
             self._stale_rates.before(optimizer)
         self._saver.in_optimizer = True
@@ -331,14 +342,17 @@ class Session(StepListener):
             adaptive_batch.rates.after()
         if self._stale_rates is not None:
             self._stale_rates.after()
-        self._ranks.optimizer_ends()
+        self._ranks.optimizer = None
         self._saver.in_optimizer = False
         self._context.engine.totals.after_optimizer()
         self._context.loop.optimizer_done()
 
+    @property
+    def rests(self) -> bool:
+        return self._islands is None and self._saver.rests and self._mistakes.num_looks > NUM_STEPS
+
     def on_begin(self, step: Step) -> None:
         """Check once, at the first step, that everything is prepared."""
-        worker.progress.step = step.index
         if not step.arm:
             self._saver.save_best()
             # Not called in each step, which has no microsecond to spare.
@@ -360,7 +374,7 @@ class Session(StepListener):
             self._print_dry_run(step)
             raise SystemExit(0)
         # Of a rank that joins, the others wait in this step: what they have looked for is not looked for again.
-        if not self._context.spec.joining and (forgotten := self._saver.unregistered()):
+        if not self._context.spec.joining and (forgotten := self._unregistered()):
             self._context.recorder.event(
                 "unregistered",
                 f"NOT IN CHECKPOINTS: {', '.join(forgotten)} exists but was not passed to run.resume; after a resume it would "

@@ -11,7 +11,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step
+from evenload.training.step.step_loader import StepLoader
 
 NUM_STEPS = 10
 """Steps after which some weight must have changed: fp16 skips the first ones until its scale fits."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, EvenloadError, StepError
 from evenload.training.adaptive_batch.growth import check_not_grown
@@ -24,10 +23,9 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
-from evenload.training.session.live_objects import live_objects
 from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import StepLoader
+from evenload.training.step.step_loader import StepLoader
 
 
 class Saver:
@@ -199,6 +197,8 @@ class Saver:
             raise StepError("run.checkpoint was called inside loss_fn; call it at the end of the loop body")
         interval = None if every is None else parse_every(every)
         self._retention.set_options(check_keep(keep), None if best is None else check_best(best))
+        if best is not None:
+            context.loop.leave_line()
         if values is not None:
             check_values(values, convert=False)  # an error now, not at the first checkpoint
             self._values, self._has_new_values = values, True
@@ -240,6 +240,10 @@ class Saver:
             f"CHECKPOINT FAILED: {written.error}; training goes on, and waits for the next one",
             step=written.step,
         )
+
+    @property
+    def rests(self) -> bool:
+        return self._retention.best is None and not self._writer.is_writing
 
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
@@ -411,10 +415,3 @@ class Saver:
             write_s=written.seconds,
             size_bytes=written.num_bytes,
         )
-
-    def unregistered(self) -> list[str]:
-        """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
-        found = (
-            live_objects(LRScheduler, AveragedModel, besides=self._context.registry.values()) if self.resumed else ()
-        )
-        return sorted(type(value).__name__ for value in found)

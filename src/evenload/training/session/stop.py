@@ -106,6 +106,10 @@ class Stopper(StepListener):
         if is_leaving and self._saves:  # the work is done: a request to stop comes too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
+    @property
+    def rests(self) -> bool:
+        return not self._context.loop.stop_requested
+
     def on_boundary(self, step: Step) -> None:
         """Report progress to the queue; save and end the script if a stop is requested."""
         if not self._acts:

@@ -52,7 +52,8 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, totals_of, where
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import NO_REPORTS, OwnReport, exact_sum
+from evenload.training.step.report import NO_REPORTS, OwnReport, Reports, exact_sum
+from evenload.training.step.stats import StepStats
 from evenload.training.step.step_recorder import StepRecorder
 from evenload.training.step.totals_reader import TotalsReader
 
@@ -93,11 +94,11 @@ class Engine:
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
-        self._groups = groups
+        self.groups = groups
         self._grad_norms = grad_norms
         self._consistency = Consistency(check_every, control, recorder.event)
-        self._exchange = ReportExchange(control, clock, self._consistency, device)
-        self._buffers = BufferGuard()
+        self.exchange = ReportExchange(control, clock, self._consistency, device)
+        self.buffers = BufferGuard()
         self._other_gpus: tuple[torch.device, ...] = ()
         self._has_statistics = False
         self.parameters = ModelParameters(())
@@ -113,16 +114,16 @@ class Engine:
 
     def continue_with(self, recovery: Recovery) -> None:
         """Go on when a rank is lost; without `recovery` that is an error."""
-        self._recovery = self._exchange.recovery = recovery
+        self._recovery = self.exchange.recovery = recovery
 
     def continue_clock(self, elapsed_s: float) -> None:
         """Count the seconds of the run from here on as the rank does that sent `elapsed_s`."""
         self.elapsed_s = elapsed_s
-        self._exchange.set_elapsed(elapsed_s)
+        self.exchange.set_elapsed(elapsed_s)
 
     def forget_times(self) -> None:
         """Report no times of the steps so far: others follow, with plans of a measurement. All ranks call it."""
-        self._exchange.late_times.clear()
+        self.exchange.late_times.clear()
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Take the models of the job, which the strategy has attached."""
@@ -131,11 +132,11 @@ class Engine:
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._num_trained = sum(any(p.requires_grad for p in model.parameters()) for model in models)
         self.parameters = ModelParameters(models)
-        self._buffers = BufferGuard(models)
+        self.buffers = BufferGuard(models)
         self._consistency.attach(self.strategy.fingerprint)
 
     def undo(self) -> None:
-        self._buffers.restore()
+        self.buffers.restore()
 
     def covers(self, param: torch.Tensor) -> bool:
         """Return whether this parameter's gradient becomes that of the global batch."""
@@ -164,11 +165,11 @@ class Engine:
                 "step.backward was called before run.prepare(model, ...): there is no model whose gradients it could sum"
             )
         batch, stats = attempt.batch, attempt.stats
-        self._buffers.drop()
+        self.buffers.drop()
         if stats.calls == 0:
             self._check_leftovers()
         self.clock.switch("compute")
-        generation = self._groups.generation
+        generation = self.groups.generation
         self._consistency.begin(
             batch.global_step,
             first_call=stats.calls == 0,
@@ -207,11 +208,11 @@ class Engine:
                 if self._recovery is None or attempt.gave_up:
                     raise
                 self.strategy.rollback(together=False)
-                self._buffers.restore()
+                self.buffers.restore()
                 missed_loss = self._recovery.recover(error)
             stats.redone = True
             if missed_loss is not None:
-                self._buffers.forget()
+                self.buffers.forget()
                 for param in self.parameters.named.values():
                     param.grad = None
                 stats.miss(missed_loss, planner.world_size)
@@ -222,34 +223,34 @@ class Engine:
         stats, grad_norms = attempt.stats, self._grad_norms
         for _ in range(MAX_ATTEMPTS):
             attempt.begin()
-            self._buffers.save()
-            self._exchange.begin()
-            attempt.reads_late = self.totals.may_be_late(stats.calls, self._groups.generation, attempt.accumulates)
+            self.buffers.save()
+            self.exchange.begin()
+            attempt.reads_late = self.totals.may_be_late(stats.calls, self.groups.generation, attempt.accumulates)
             if grad_norms is not None:
                 # Only the first of several backwards is measured.
                 grad_norms.begin(stats.calls == 0 and attempt.batch.global_step % MEASURE_EVERY == 0)
             outcome = self._run(attempt)
             if isinstance(outcome, StepResult):
-                self._buffers.forget()
-                return self._finish(attempt, outcome)
+                self.buffers.forget()
+                return self.finish(attempt.batch, stats, attempt.reports, outcome)
             self._redo(attempt, outcome.statuses)
         raise StepError(f"step {attempt.batch.global_step} still failed after {MAX_ATTEMPTS} attempts")
 
     def _run(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Run the strategy; a failure on one rank is returned on all of them."""
-        if self._groups.world_size > 1 and (self._has_statistics or isinstance(attempt.loss_fn, CoupledLoss)):
+        if self.groups.world_size > 1 and (self._has_statistics or isinstance(attempt.loss_fn, CoupledLoss)):
             # A rank that does something else would leave the others inside a collective of the forward.
             with self.clock.segment("wait"):
                 self.control.exchange(Operation.BEGIN)
-        if not self._groups.generation.computes:
+        if not self.groups.generation.computes:
             return self._stand_by(attempt)
 
         def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
             return self._agree(attempt, results)
 
         stats, planner = attempt.stats, attempt.planner
-        looks = self._groups.world_size > 1 and not self.stays_because  # a rank that stays anyway need not look
-        num_collectives = user_collectives(self._groups.own_groups) if looks else 0
+        looks = self.groups.world_size > 1 and not self.stays_because  # a rank that stays anyway need not look
+        num_collectives = user_collectives(self.groups.own_groups) if looks else 0
         call = BackwardCall(
             index=stats.calls,
             last_units=self.totals.units.get(stats.calls),
@@ -263,7 +264,7 @@ class Engine:
         )
         try:
             result = self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
-            if looks and user_collectives(self._groups.own_groups) != num_collectives:
+            if looks and user_collectives(self.groups.own_groups) != num_collectives:
                 self.stays_because = "loss_fn runs collectives of its own"
             return result
         except AttemptFailedError as failed:
@@ -273,7 +274,7 @@ class Engine:
             if attempt.reports or (isinstance(error, DesyncError | PeerLostError) and not is_interrupted):
                 raise
             # The other ranks may wait in a collective of the forward.
-            self._groups.abort_statistics()
+            self.groups.abort_statistics()
             status = INTERRUPTED if is_interrupted else RAISED
             if is_out_of_memory(error):
                 status = FRAGMENTED if is_fragmented(self.device) else OUT_OF_MEMORY
@@ -294,8 +295,8 @@ class Engine:
     def _limited_wait(self) -> Iterator[None]:
         """End the exchange in the body if the other ranks don't come: they may wait for this one, in a deadlock."""
         limit_s = _FIRST_WAIT_S if self._longest_s == 0 else _RAISED_WAIT_S + 3 * self._longest_s
-        reason = f"rank {self._groups.rank} raised an exception, and the others did not come within {limit_s:.0f} s"
-        timer = threading.Timer(limit_s, self._groups.abort, (reason,))
+        reason = f"rank {self.groups.rank} raised an exception, and the others did not come within {limit_s:.0f} s"
+        timer = threading.Timer(limit_s, self.groups.abort, (reason,))
         timer.daemon = True
         timer.start()
         try:
@@ -306,18 +307,18 @@ class Engine:
     def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Take part in the exchange of a step that only other ranks compute."""
         try:
-            totals = self._agree(attempt, [self._exchange.idle_result(attempt.stats.calls)])
+            totals = self._agree(attempt, [self.exchange.idle_result(attempt.stats.calls)])
         except AttemptFailedError as failed:
             return failed
         return StepResult(totals.units, torch.tensor(totals.loss), finite=True)
 
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
-        reports = attempt.reports = self._exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
+        reports = attempt.reports = self.exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
         if has_others := not isinstance(reports, OwnReport):
             check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
-        late, agreed = self._exchange.late_times, reports.agreed
+        late, agreed = self.exchange.late_times, reports.agreed
         stats.add(reports, late.take_sent(reports) if late.sent is not None else None)
         self.elapsed_s = agreed.elapsed_s
         if agreed.has_decision:
@@ -327,9 +328,9 @@ class Engine:
         if has_others:
             if len(reports) == planner.world_size:
                 planner.may_leave = reports.flags("may_leave")
-            computing = self._groups.generation.computing
-            if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
-                reports = self._exchange.own if computing == (self._groups.rank,) else reports.of(computing)
+            computing = self.groups.generation.computing
+            if len(reports) > len(computing) > 1 or self.groups.world_size > len(computing):
+                reports = self.exchange.own if computing == (self.groups.rank,) else reports.of(computing)
             if reports.all("state_key"):
                 self._consistency.check(batch.global_step, reports.column("state_key"))
         totals = totals_of(reports, batch.global_step, len(results[0].touched))
@@ -340,12 +341,12 @@ class Engine:
         """Restore what was before the attempt, on all ranks; raise if it can't be run again."""
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
         attempt.failed_together = False
-        if self._groups.generation.computes:
+        if self.groups.generation.computes:
             self.strategy.rollback(together=True)
-        self._buffers.restore()
+        self.buffers.restore()
         stats.redone = True
         if any(status in _INTERRUPTING for status in statuses):
-            self._groups.rebuild_statistics()
+            self.groups.rebuild_statistics()
         if raised := [rank for rank, status in enumerate(statuses) if status == RAISED]:
             if attempt.error is not None and not isinstance(attempt.error, CollectiveAbortedError):
                 raise attempt.error
@@ -374,7 +375,7 @@ class Engine:
             torch.cuda.empty_cache()
         out = [status in _OUT for status in statuses]
         if len(out) < planner.world_size:  # this rank runs alone, in a measurement
-            out = [out[0] and rank == self._groups.rank for rank in range(planner.world_size)]
+            out = [out[0] and rank == self.groups.rank for rank in range(planner.world_size)]
         before = batch.plan.num_micro
         failed = f"rank {where(out)} ran out of memory in step {batch.global_step}"
         if OUT_OF_MEMORY not in statuses and planner.may_retry(batch.global_step):
@@ -384,8 +385,7 @@ class Engine:
             text = f"{failed}: micro-batches {before} → {batch.plan.num_micro}; the step is repeated"
         self.recorder.event("memory", text, step=batch.global_step, num_micro=batch.plan.num_micro)
 
-    def _finish(self, attempt: Attempt, result: StepResult) -> torch.Tensor:
-        batch, stats, reports = attempt.batch, attempt.stats, attempt.reports
+    def finish(self, batch: GlobalBatch, stats: StepStats, reports: Reports, result: StepResult) -> torch.Tensor:
         travelled = result.totals is None and result.unread is None
         if result.norms is not None:
             stats.unread_norms = result.norms

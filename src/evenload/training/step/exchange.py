@@ -15,13 +15,14 @@ from evenload.training.comm.clock import ProcessorDelay, Segment, StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
 from evenload.training.compute.device_sums import ALL_ZERO
+from evenload.training.compute.micro_steps import LossSums
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, LATE_GRADIENT, OK, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.late_times import LateTimes, as_compiling
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import NO_REPORTS, OWN_TIMES, OwnReport, RankReport, Reports, read_table
+from evenload.training.step.report import OWN_TIMES, OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 _READ_MEMORY_EVERY_S = 0.05
@@ -47,7 +48,7 @@ class ReportExchange:
         self._metric_names: dict[int, tuple[str, ...]] = {}
         self.recovery: Recovery | None = None
         self.late_times = LateTimes()
-        self.own: Reports = NO_REPORTS
+        self.own: OwnReport
         """This rank's report in the last exchange: all that counts where the others have left."""
 
     def set_elapsed(self, seconds: float) -> None:
@@ -83,6 +84,23 @@ class ReportExchange:
             self._clock.switch("wait")
             table = self._control.exchange_table(Operation.BACKWARD, first.row())
         return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+
+    def repeat(self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats) -> OwnReport:
+        """Return the report of a rank alone, which differs from its last one in what this call computed."""
+        if compiled_graphs() != self._num_graphs:
+            stats.compiled = True
+            planner.coarsen()
+        seconds = self._clock.take()
+        stats.other_s += seconds["other"]
+        self.own = report = self.own.again(
+            weighted=sums.weighted,
+            units=float(sums.units),
+            loss_sum=float(sums.loss_sum),
+            stop_requested=stop_requested(),
+            seconds=as_compiling(seconds) if stats.compiled else seconds,
+            metrics={name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
+        )
+        return report
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""
@@ -175,10 +193,16 @@ def totals_of(reports: Reports, step: int, num_touched_words: int = 0) -> Global
         StepError: some ranks weight their losses and others do not, or all weights are 0.
     """
     units, loss_sum, same_touched, has_zero = reports.sums()
+    mean_loss = mean(loss_sum, units, step)
+    touched = None if same_touched else reports.touched(num_touched_words)
+    return GlobalTotals(units, mean_loss, same_touched, has_zero, touched)
+
+
+def mean(loss_sum: float, units: float, step: int) -> float:
+    """Return the mean loss; StepError if all weights are 0."""
     if units <= 0:
         raise StepError(ALL_ZERO.format(step=step))
-    touched = None if same_touched else reports.touched(num_touched_words)
-    return GlobalTotals(units, loss_sum / units, same_touched, has_zero, touched)
+    return loss_sum / units
 
 
 def where(flags: Sequence[bool]) -> str:

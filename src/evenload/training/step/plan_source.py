@@ -60,6 +60,10 @@ class StepsInOrder:
     def global_step(self, step: int, committed: int) -> int:
         return committed
 
+    def repeats_plans(self, global_step: int) -> bool:
+        """Return whether whole batches are divided alike from this step on, until `revision` grows, and keep their size."""
+        return False
+
     def step_index(self, step: int, done: int) -> int:
         """Return the index over all loaders of a step of the epoch, after `done` steps."""
         return done

@@ -130,6 +130,10 @@ class Planner(StepsInOrder):
         """Return a number that grows whenever plans of later steps change."""
         return self._revision
 
+    def repeats_plans(self, global_step: int) -> bool:
+        is_plain = type(self) is Planner and type(self._source) is PlanSource
+        return is_plain and self._assignments[-1].from_step <= global_step
+
     def next_batch_size(self, step: int | None) -> int | None:
         return self._source.next_batch_size(step)
 
@@ -161,8 +165,7 @@ class Planner(StepsInOrder):
         self._adapts = self._is_auto and self.world_size > 1
         self._memory = MemoryCaps((self._cap,) * self.world_size)
         self.may_leave = [False] * self.world_size
-        self._pending = None
-        self._replica_times = []
+        self._pending, self._replica_times = None, []
         self._revision += 1
         self._balancer = self._new_balancer(shares, self.num_micro)
 
@@ -337,9 +340,7 @@ class Planner(StepsInOrder):
             return balancer.outlook()
         if isinstance(balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
             return {}  # found by a trial, and announced with its measurements
-        if not balancer.foresees:
-            return {}
-        return expected_gains(pending, balancer.costs, balancer.rest_s)
+        return expected_gains(pending, balancer.costs, balancer.rest_s) if balancer.foresees else {}
 
     @property
     def num_micro(self) -> int:
@@ -349,8 +350,7 @@ class Planner(StepsInOrder):
 
     def state_dict(self) -> dict[str, object]:
         """Return the newest assignment: a start for a run on the same ranks."""
-        assignment = self._assignments[-1]
-        shares = assignment.shares
+        assignment, shares = self._assignments[-1], self.shares
         if self._adapts and isinstance(self._balancer, ReplicaBalancer):
             shares = self._balancer.shares  # the assignment may be a trial
         return {"shares": list(shares), "num_micro": assignment.min_num_micro, "world_size": self.world_size}

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,6 +285,8 @@ class Reports(Sequence[RankReport]):
 class OwnReport(Reports):
     """The report of a rank that is alone: it was never a row."""
 
+    delays_s = None
+
     def __init__(self, report: RankReport) -> None:
         self.names = tuple(report.metric_names()) if report.metrics else ()
         self._report = own = report
@@ -292,6 +294,15 @@ class OwnReport(Reports):
         self.agreed = Agreed(
             failed, own.stop_requested, own.has_decision, own.elapsed_s, int(own.membership), has_times
         )
+
+    def again(self, **changed: Any) -> OwnReport:
+        """Return the report of a later step that ended well, and differs in these fields alone."""
+        later = object.__new__(OwnReport)
+        later._report = own = self._report._replace(**changed)
+        later.names = self.names if own.metrics.keys() == self._report.metrics.keys() else tuple(own.metric_names())
+        is_same = own.stop_requested == self.agreed.stop_requested
+        later.agreed = self.agreed if is_same else self.agreed._replace(stop_requested=own.stop_requested)
+        return later
 
     def __len__(self) -> int:
         return 1
@@ -317,8 +328,14 @@ class OwnReport(Reports):
         return [self._report.metrics[name]]
 
     @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """The seconds of each segment."""
+        seconds: tuple[float, ...] = _SECONDS_OF(self._report.seconds)
+        return seconds
+
+    @property
     def seconds(self) -> NDArray[np.float64]:
-        return np.array([_SECONDS_OF(self._report.seconds)])
+        return np.array([self.own_seconds])
 
     def flags(self, name: str) -> tuple[bool, ...]:
         return (bool(self.first(name)),)
@@ -345,10 +362,6 @@ class OwnReport(Reports):
     def sums(self) -> ReportSums:
         own = self._report
         return ReportSums(own.units, own.loss_sum, True, own.has_zero)
-
-    @property
-    def delays_s(self) -> None:
-        return None
 
 
 NO_REPORTS = Reports(np.empty((0, CAPACITY)))

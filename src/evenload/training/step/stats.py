@@ -19,7 +19,7 @@ from evenload.training.comm.clock import SEGMENTS
 from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
-from evenload.training.step.report import Reports
+from evenload.training.step.report import OwnReport, Reports
 
 _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
     SEGMENTS.index, ("data", "compute", "wait", "comm", "optimizer", "compile")
@@ -35,45 +35,47 @@ def _same_settings(code: float, num_ranks: int) -> tuple[ReadSettings, ...]:
 class StepStats:
     """One step so far: its backwards, loss, metrics, and the times of each rank."""
 
+    # What most steps leave as it is lies in the class: a step of a millisecond has no time to set it.
+    calls = 0
+    loss = math.nan
+    unread: UnreadTotals | None = None
+    """Totals of the last backward, until the host has read them (totals_reader.py)."""
+    skipped = False
+    norms: Norms | None = None
+    """Norms of the first backward's gradients, in a step that is measured for `batch_max`."""
+    unread_norms: UnreadNorms | None = None
+    """The same, until the host has read them."""
+    plan: StepPlan | None = None
+    """The plan that was carried out, and the global index of the step; set when the step ends."""
+    global_step = 0
+    earlier: StepStats | None = None
+    """The step whose times came with this one's reports (late_times.py), if they were not this one's."""
+    is_timed = False
+    """True if its own reports brought its times."""
+    other_s = 0.0
+    """Seconds outside of steps (evaluation, checkpoints) that this rank spent since the last backward of the step before."""
+    sync_s = 0.0
+    """Seconds before the step in which islands synchronised."""
+    is_first = False
+    """True in the first step of a session, whose times are not usual."""
+    redone = False
+    compiled = False
+    stop_requested = False
+    """True if a rank had received a request to stop before one of the backwards; the same on all ranks."""
+    agreed_membership = 0
+    """Number of the newest membership that all ranks had received; the same on all ranks."""
+    _reports: Reports | None = None
+    _seconds = _NO_SECONDS
+    _delays_s: NDArray[np.float64] | None = None
+    """Seconds in which each rank waited for a CPU that others had."""
+
     def __init__(self) -> None:
-        self.calls = 0
-        self.loss = math.nan
         self.metrics: dict[str, float] = {}
-        self.unread: UnreadTotals | None = None
-        """Totals of the last backward, until the host has read them (totals_reader.py)."""
-        self.skipped = False
-        self.norms: Norms | None = None
-        """Norms of the first backward's gradients, in a step that is measured for `batch_max`."""
-        self.unread_norms: UnreadNorms | None = None
-        """The same, until the host has read them."""
-        self.plan: StepPlan | None = None
-        """The plan that was carried out, and the global index of the step; set when the step ends."""
-        self.global_step = 0
-        self.earlier: StepStats | None = None
-        """The step whose times came with this one's reports (late_times.py), if they were not this one's."""
-        self.is_timed = False
-        """True if its own reports brought its times."""
-        self.other_s = 0.0
-        """Seconds outside of steps (evaluation, checkpoints) that this rank spent since the last backward of the step before."""
-        self.sync_s = 0.0
-        """Seconds before the step in which islands synchronised."""
-        self.is_first = False
-        """True in the first step of a session, whose times are not usual."""
-        self.redone = False
-        self.compiled = False
-        self.stop_requested = False
-        """True if a rank had received a request to stop before one of the backwards; the same on all ranks."""
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
         """Time at which the user's code continued after the last backward."""
-        self.agreed_membership = 0
-        """Number of the newest membership that all ranks had received; the same on all ranks."""
-        self._reports: Reports | None = None
-        self._seconds = _NO_SECONDS
         self._untaken: list[Reports] = []
         """Reports of backwards whose seconds `_seconds` does not contain yet."""
-        self._delays_s: NDArray[np.float64] | None = None
-        """Seconds in which each rank waited for a CPU that others had."""
 
     @property
     def metrics_now(self) -> Mapping[str, float | torch.Tensor]:
@@ -173,7 +175,11 @@ class StepStats:
 
     def rank_times(self) -> tuple[RankTimes, ...]:
         """Return what is known of each rank when the step is recorded; see `_known_times`."""
-        reports, times = self._reports, self._known_times()
+        reports = self._reports
+        if isinstance(reports, OwnReport) and self._untaken == [reports] and not len(self._seconds):
+            own: list[Any] = [*reports.own_seconds, int(reports.most("memory_bytes"))]
+            return (RankTimes(*own),)
+        times = self._known_times()
         memory = reports.column("memory_bytes") if reports is not None else [0.0] * len(times)
         table: list[list[Any]] = times.tolist()
         # The segments have the same order in the records.

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from evenload.errors import DivergenceError, StepError
-from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
+from evenload.foreign_names import STEP_ELSEWHERE
 from evenload.training.comm.control import Operation
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
+from evenload.training.launch import worker
 from evenload.training.step.attempt import Attempt
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
+from evenload.training.step.straight import StraightLine, begin_line
 from evenload.training.step.update_watch import UpdateWatch
 from evenload.training.step.wrong_loops import half_done, not_a_batch, not_a_function, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
@@ -127,6 +129,14 @@ class StepListener:
     begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
     """
 
+    @property
+    def rests(self) -> bool:
+        """True if no callback has anything to do in the next steps of a rank alone, until `StepLoop.leave_line` is called.
+
+        A listener that waits for something outside of the training may learn of it 0.2 s later (straight.py).
+        """
+        return False
+
     def on_begin(self, step: Step) -> None:
         """A loop body begins."""
 
@@ -154,8 +164,8 @@ class StepListener:
         """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
         return False
 
-    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
-        """Yield steps of its own between two steps of training, and leave everything as it was."""
+    def extra_steps(self, loader: Any) -> Iterator[Step]:
+        """Yield steps of its own between two steps of training of a `StepLoader`, and leave everything as it was."""
         return iter(())
 
 
@@ -193,14 +203,22 @@ class StepLoop:
         """By callback, those that override it."""
         self.optimizer_stepped = False
         self._session_steps = 0
+        self._all_listeners: list[StepListener] = []
+        self.line: StraightLine | None = None
+        """Computes the steps, as long as nothing changes."""
         self.watch = UpdateWatch(engine)
         self._dropped: Step | None = None
 
     def add_listener(self, listener: StepListener) -> None:
         """Call `listener` at each point of a step, after the listeners added before it."""
+        self._all_listeners.append(listener)
         for name, listeners in self._listeners.items():
             if getattr(type(listener), name) is not getattr(StepListener, name):
                 listeners.append(listener)
+
+    def leave_line(self) -> None:
+        """Let what follows go the usual way: a listener has something to do."""
+        self.line = None
 
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
@@ -217,9 +235,11 @@ class StepLoop:
     def begin(self, step: Step) -> None:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
-        self.engine.control.set_position(step.epoch, step.batch.plan.step)
-        for listener in self._listeners["on_begin"]:
-            listener.on_begin(step)
+        worker.progress.step = step.index
+        if self.line is None:
+            self.engine.control.set_position(step.epoch, step.batch.plan.step)
+            for listener in self._listeners["on_begin"]:
+                listener.on_begin(step)
         self.engine.clock.switch("optimizer")
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
@@ -231,13 +251,20 @@ class StepLoop:
                 "step.backward was called inside loss_fn; return the sum of both losses from loss_fn, or call step.backward "
                 "twice, one after the other: gradients add up"
             )
-        for listener in self._listeners["on_backward"]:
+        line, loss = self.line, None
+        if line is not None and not line.takes(step.batch, step.stats, loss_fn):
+            line = self.line = None
+        for listener in () if line is not None else self._listeners["on_backward"]:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
-            attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
-            loss = self.engine.backward(attempt)
+            if line is not None:
+                loss = line.backward(step.batch, step.stats, loss_fn)
+            if loss is None:
+                self.line = None
+                kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
+                attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+                loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
             raise
@@ -246,7 +273,7 @@ class StepLoop:
         self.failed = self.optimizer_stepped = False
         self.unsound = ""
         self.watch.begin()
-        for listener in self._listeners["on_gradients"]:
+        for listener in () if line is not None else self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
 
@@ -267,6 +294,10 @@ class StepLoop:
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
         engine = self.engine
+        if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
+            self._end_straight(step, self.line)
+            return
+        self.line = None
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
@@ -274,7 +305,8 @@ class StepLoop:
         self.left_early = not finished
         if step.stats.calls:
             self.last_loss = step.stats.loss
-            slow_down(engine.throttle, engine.device, step.stats.body_since_s)
+            if engine.throttle.active:
+                slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.set_position(step.epoch, -1)
@@ -289,9 +321,23 @@ class StepLoop:
         if at_boundary:
             for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
+            if not (self.stop_requested or step._loader.is_tuned):
+                rests = (listener.rests for listener in self._all_listeners)
+                self.line = begin_line(engine, step.batch, step.planner, step.stats, rests)
+
+    def _end_straight(self, step: Step, line: StraightLine) -> None:
+        engine = self.engine
+        self.last_loss, self.left_early, self.step = step.stats.loss, False, None
+        self._session_steps += 1
+        engine.clock.switch("other")
+        engine.recorder.step(step.record_index, step.batch.plan, step.stats, at_once=step.committed)
+        step.commit()
+        if engine.clock.since_s >= line.ends_s:
+            self.line = None
 
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
+        self.line = None
         self.engine.totals.agree_units()
         self.engine.recorder.write_waiting()
 
@@ -347,73 +393,3 @@ class StepLoop:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
         if self.is_half_done:
             raise half_done(what)
-
-
-class StepLoader:
-    """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
-
-    epoch_was_read = False
-    """True if the script has read `epoch`, to count its epochs from it."""
-
-    def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
-        self.loader = loader
-        self.planner = planner
-        self._loop = loop
-
-    def __len__(self) -> int:
-        """Steps per epoch; depends on the data and the global batch alone."""
-        return len(self.loader)
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
-        self.epoch_was_read = True
-        self._loop.before_use()
-        return self.loader.epoch
-
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset; of a tuple of loaders a tuple."""
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int | tuple[int, ...] | None:
-        """The global batch, in samples, of each loader of a tuple; None where a batch_sampler decides."""
-        return self.loader.batch_size
-
-    def __getitem__(self, index: object) -> Any:
-        raise StepError("a prepared loader has no index; iterate over it: for step in loader: step.backward(loss_fn)")
-
-    def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(self, name, LOADER_ELSEWHERE)
-
-    def __iter__(self) -> Iterator[Step]:
-        while (listener := (yield from self._train())) is not None:
-            yield from listener.extra_steps(self)
-
-    def _train(self) -> Generator[Step, None, StepListener | None]:
-        """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
-        loop = self._loop
-        loop.before_use()
-        loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
-        batches = iter(self.loader)
-        while True:
-            loop.check_alone(self.loader)
-            loop.engine.clock.switch("data")
-            if (batch := next(batches, None)) is None:
-                self.planner.end_loop(self.loader, loop)
-                loop.end_epoch()
-                return None
-            step = Step(loop, self.loader, self.planner, batch)
-            loop.begin(step)
-            finished = False
-            try:
-                yield step
-                finished = True
-            finally:
-                # A `break` ends the generator here: samples count as used where their gradients were.
-                loop.end(step, finished=finished)
-                if not finished:
-                    self.planner.leave_loop(self.loader, loop)
-            if (listener := loop.due_listener()) is not None:
-                return listener

@@ -103,7 +103,8 @@ class TotalsReader:
             StepError: of the backward before; see `read`.
             NonFiniteError: too many steps in a row were not finite.
         """
-        self.agree_units()
+        if self._call is not None or self._newest_units:
+            self.agree_units()
         self._call = None
         totals = result.totals
         self.waited = totals is not None
@@ -215,7 +216,8 @@ class TotalsReader:
         self, stats: StepStats, index: int, step: int, finite: bool, units: float, reports: Reports = NO_REPORTS
     ) -> None:
         """Adapt the scale of fp16 to a backward whose loss `stats` holds, and note whether it is skipped."""
-        self._precision.update(finite)
+        if self._precision.scaled:
+            self._precision.update(finite)
         unread_norms = None
         if index == 0:
             unread_norms, stats.unread_norms = stats.unread_norms, None

@@ -65,6 +65,10 @@ class CouplingWatch(StepListener):
     def _own_groups(self) -> list[dist.ProcessGroup]:
         return [*self._context.groups.own_groups, *self._context.step_groups.own_groups]
 
+    @property
+    def rests(self) -> bool:
+        return self._context.groups.rank != 0 or self._tries[0] == len(_NUM_SAMPLES)
+
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         call = step.stats.calls
         if call == 0:

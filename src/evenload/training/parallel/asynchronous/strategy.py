@@ -16,6 +16,7 @@ from torch.distributed import rpc
 
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError, StepError
+from evenload.training.comm.broadcast import broadcast
 from evenload.training.comm.clock import SEGMENTS, StepClock
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.rpc import start_rpc
@@ -29,7 +30,7 @@ from evenload.training.parallel.asynchronous.ledger import PartJob
 from evenload.training.parallel.asynchronous.messages import PartGradient, join, split
 from evenload.training.parallel.asynchronous.server import PartArrival, PartServer
 from evenload.training.parallel.asynchronous.worker import PartWorker, end_watch, watch_worker
-from evenload.training.parallel.ddp import ReplicaStrategy, broadcast
+from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.strategy import BackwardCall, GlobalTotals, LocalResult, StepResult
 
 _TWICE = (

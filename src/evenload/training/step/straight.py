@@ -1,0 +1,141 @@
+"""A step in one straight line: that of a rank alone on a CPU, while nothing changes (docs/decisions/straight-steps.md).
+
+    usual step -> everything rests? -> straight steps, for at most 0.2 s -> usual step -> ...
+
+A usual step asks every part of the job whether there is something to do, in more than 200 calls of Python. Each runs once a step,
+when nothing of it is in the processor's caches, so on a CPU a short step spends half a millisecond there. A straight step
+computes with the same pieces, and asks only what may have changed:
+
+- before the first one: every part, by `begin_line`. `StepLoop.leave_line` ends a line whose answers hold no more.
+- in each one, by `StraightLine.takes`: what the script changes without a call of ours, such as a parameter, its hook or `.grad`.
+- every 0.2 s, by a usual step: what other threads and processes want, such as a rank that joins.
+
+Where a look finds a change, nothing was done yet, and the step goes the usual way (engine.py), which alone knows what to do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+
+from evenload.training.compute import randomness
+from evenload.training.compute.batch_loss import CoupledLoss
+from evenload.training.compute.micro_steps import LossFn, LossSums, compute_loss, seed
+from evenload.training.compute.out_of_memory import is_out_of_memory
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.lone_call import LoneCall
+from evenload.training.step.engine import Engine
+from evenload.training.step.exchange import mean, totals_of
+from evenload.training.step.planner import Planner
+from evenload.training.step.stats import StepStats
+
+_LASTS_S = 0.2
+_TRAINABLE = operator.attrgetter("requires_grad")
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
+class StraightLine:
+    """Computes backwards of a rank alone, each the only one of its step, with one micro-batch."""
+
+    def __init__(self, engine: Engine, planner: Planner, call: LoneCall) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._call = call
+        self._touched = call.touched
+        self.ends_s = engine.clock.since_s + _LASTS_S
+        """On the clock of the step; a step that begins later goes the usual way."""
+
+    def takes(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> bool:
+        """Return whether a backward may go this way: nothing has changed since the last one."""
+        plan = batch.plan
+        return (
+            not stats.calls
+            and len(plan.micro) == 1
+            and plan.generation == self._planner.generation
+            and type(loss_fn) is not CoupledLoss
+            and not self._engine.parameters.has_changed
+            and not any(map(_TRAINABLE, self._call.frozen))
+            and self._call.reducer.is_as_before()
+        )
+
+    def backward(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> torch.Tensor | None:
+        """Do what `Engine.backward` does; None where memory ran out, with everything as before: the usual way makes room."""
+        engine, reducer = self._engine, self._call.reducer
+        engine.clock.switch("compute")
+        generators = randomness.saver.save()
+        try:
+            if has_buffers := engine.buffers.are_present:
+                engine.buffers.save()
+            engine.exchange.begin()
+            reducer.begin_again()
+            try:
+                sums = self._compute(batch, loss_fn)
+            except Exception as error:
+                reducer.abort()
+                engine.buffers.restore()
+                stats.redone = True
+                if is_out_of_memory(error):
+                    return None
+                raise
+            is_usual = reducer.end_again()
+            reports = engine.exchange.repeat(sums, batch, self._planner, stats)
+            stats.add(reports)
+            if not is_usual:
+                self._touched = self._call.agree(totals_of(reports, batch.global_step))
+            units = float(sums.units)
+            result = self._call.finish(self._touched, sums, units, mean(float(sums.loss_sum), units, batch.global_step))
+            if has_buffers:
+                engine.buffers.forget()
+            loss = engine.finish(batch, stats, reports, result)
+        except BaseException:
+            reducer.abort()
+            raise
+        finally:
+            randomness.saver.restore(generators)
+            engine.clock.switch("optimizer")
+        stats.calls += 1
+        engine.num_backwards += 1
+        return loss
+
+    def _compute(self, batch: GlobalBatch, loss_fn: LossFn) -> LossSums:
+        context, sums = self._call.context, LossSums()
+        micro = batch.micro(0, 0, context.device)
+        seed(context, batch, 0, 0, 0)
+        had_grad = torch.is_grad_enabled()
+        _set_grad_enabled(True)
+        try:
+            num_samples, last_units = batch.plan.num_samples, self._engine.totals.units.get(0)
+            root, _ = compute_loss(context, micro, loss_fn, sums, num_samples, last_units, is_first=True)
+            root.backward()  # type: ignore[no-untyped-call]
+        finally:
+            _set_grad_enabled(had_grad)
+        return sums
+
+
+def begin_line(
+    engine: Engine, batch: GlobalBatch, planner: Planner, stats: StepStats, rests: Iterable[bool]
+) -> StraightLine | None:
+    """Return what computes the next steps, after a usual one; None where something more belongs to a step.
+
+    `rests`: of each listener (`StepListener.rests`).
+    """
+    strategy = engine.strategy
+    if (
+        engine.groups.world_size > 1
+        or not isinstance(strategy, ReplicaStrategy)
+        or engine.device.type != "cpu"
+        or engine.precision.scaled
+        or engine.control.is_barred
+        or planner.learns
+        or planner.has_decision
+        or batch.plan.num_micro > 1
+        or stats.calls != 1
+        or stats.redone
+        or not all(rests)
+    ):
+        return None
+    call = strategy.lone_call()
+    return None if call is None else StraightLine(engine, planner, call)

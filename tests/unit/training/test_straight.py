@@ -1,0 +1,152 @@
+"""Straight steps (training/step/straight.py) do exactly what usual ones do, whatever the script changes between them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evenload
+from evenload.training.step import step as step_module
+from evenload.training.step import straight
+from evenload.training.step.straight import StraightLine
+
+NUM_EPOCHS = 4
+_TIMES = ("time", "seconds", "ranks", "write_s", "size_bytes")
+
+
+class Model(nn.Module):
+    """Has buffers, random numbers in its forward, and a part that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3))
+        self.head, self.extra = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.uses_extra = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return self.head(hidden) + self.extra(hidden) if self.uses_extra else self.head(hidden)
+
+
+class Script:
+    """Trains with everything that a script may change from step to step; `seen` holds what it sees."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = evenload.init(project_dir=folder, seed=3)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(203, 6, generator=generator), torch.randn(203, 1, generator=generator))
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        self.model, self.loader = self.run.prepare(Model(), loader)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.run.resume(model=self.model, optimizer=self.optimizer)
+        self.seen: list[Any] = []
+        self.num_straight = 0
+
+    def train(self) -> None:
+        for _ in range(NUM_EPOCHS):
+            for step in self.loader:
+                self.one(step)
+                if step.index == 70:
+                    break  # the next loop begins another epoch
+            with torch.no_grad():
+                self.model.eval()
+                self.seen += [
+                    self.model(x).sum().item() for x, _ in self.run.batches(DataLoader(TensorDataset(*self.rows)))
+                ]
+                self.model.train()
+        self.run.close()
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(3, 6), torch.ones(3, 1)
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        loss = (self.model(x) - y).square().mean()
+        self.seen.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
+        if self.index % 11 == 7:
+            return loss, float(len(x)) / 3
+        if self.index % 11 == 8:
+            return {"loss": loss, "weight": x.abs().sum(), "size": x.square().mean()}
+        if self.index % 37 == 36:
+            return loss * float("nan")
+        if self.index % 37 == 31 and not self.has_raised:
+            self.has_raised = True
+            raise ValueError("the script's own")
+        return loss
+
+    def one(self, step: Any) -> None:
+        self.index, self.has_raised = step.index, False
+        self.model.uses_extra = step.index % 13 not in (5, 6)
+        self.model.head.requires_grad_(step.index % 17 != 12)
+        hook = self.model.extra.weight.register_hook(lambda grad: grad * 2) if step.index % 19 == 15 else None
+        if step.index == 50:
+            self.model.head.bias = nn.Parameter(torch.zeros(1))
+            self.optimizer.add_param_group({"params": [self.model.head.bias]})
+        try:
+            loss = step.backward(self.loss)
+        except ValueError:
+            loss = step.backward(self.loss)
+        if step.index % 23 == 20:
+            loss = loss + step.backward(lambda batch: self.model(batch[0]).mean())
+        if hook is not None:
+            hook.remove()
+        grads = [None if p.grad is None else p.grad.sum().item() for p in self.model.parameters()]
+        self.seen.append((step.index, loss.item(), dict(step.metrics), grads, torch.rand(()).item(), random.random()))
+        self.seen.append((np.random.rand(), step.shares, step.batch.plan, self.loader.loader.cursor()))
+        self.run.log({"loss": loss})
+        if step.index % 29 != 26:  # weights stay
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=step.index % 7 != 3)
+        if step.index % 40 == 39:
+            self.run.checkpoint()
+
+
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_straight: bool) -> tuple[Any, list[dict[str, Any]], int]:
+    """Return what the script saw with its last weights, the records without times, and the number of straight steps."""
+    num_straight = 0
+    compute: Callable[..., Any] = StraightLine.backward
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_straight
+        num_straight += 1
+        return compute(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StraightLine, "backward", counted)
+        patch.setattr(straight, "_LASTS_S", 1e9)
+        if not is_straight:
+            patch.setattr(step_module, "begin_line", lambda *_: None)
+        script = Script(folder)
+        script.train()
+    state = {name: value.clone() for name, value in script.model.state_dict().items()}
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines += [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    records = [{name: value for name, value in line.items() if name not in _TIMES} for line in lines]
+    return (script.seen, state), records, num_straight
+
+
+def test_straight_steps_do_what_usual_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, records, num_straight = train(tmp_path / "usual", monkeypatch, is_straight=False)
+    assert num_straight == 0
+    again, records_again, num_straight = train(tmp_path / "straight", monkeypatch, is_straight=True)
+    assert num_straight > 40  # the others have something of their own
+    assert str(usual[0]) == str(again[0])  # NaN is not equal to itself
+    assert usual[1].keys() == again[1].keys()
+    for name, value in usual[1].items():
+        assert torch.equal(value, again[1][name]), name
+    assert len(records) > 130
+    for one, other in zip(records, records_again, strict=True):
+        assert {**one, "fields": None} == {**other, "fields": None}
