@@ -51,7 +51,7 @@ class JobFile:
     begin: str = ""
     """It doesn't start before: `8h` from its submission, or a time of day (`job_syntax.moment_s`); empty for none."""
     deadline: str = ""
-    """When it is to have ended, likewise."""
+    """Time by which it is to have ended, likewise."""
     steps: int | None = None
     saves: bool | None = None
     """True if it saves and stops on request; None: detected by its first report (`evenload.job`, `evenload run`)."""

@@ -175,7 +175,8 @@ def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.Monke
     sent: list[Any] = []
     clock = SimpleNamespace(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
     loop = SimpleNamespace(in_backward=False)
-    context: Any = SimpleNamespace(spec=SimpleNamespace(worker="w0"), clock=clock, loop=loop)
+    control = SimpleNamespace(waits_since_s=0.0)
+    context: Any = SimpleNamespace(spec=SimpleNamespace(worker="w0"), clock=clock, loop=loop, control=control)
     watch = stall_watch.StallWatch(context, sent.append)
     watch.on_begin(None)  # type: ignore[arg-type]
     try:

@@ -37,7 +37,7 @@ class Layout:
     host_size: int
     """Devices of the largest host; 1 without devices."""
     choices: dict[Any, Any] = field(default_factory=dict, compare=False)
-    """What `PoolChoices` found out while nothing was reserved."""
+    """Results of `PoolChoices` while nothing was reserved."""
     _most: dict[Needs, int] = field(default_factory=dict, compare=False)
 
     @property

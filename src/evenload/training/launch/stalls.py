@@ -38,7 +38,7 @@ class StallFindings:
     absent: dict[str, str]
     """Workers for whose own code the others wait for long, each reported once."""
     deadlock: str = ""
-    """How long all of them have waited for each other, and where; empty if one works."""
+    """Time for which all of them have waited for each other, and places; empty if one works."""
 
 
 class StallMonitor:

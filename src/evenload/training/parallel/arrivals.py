@@ -28,7 +28,7 @@ class Arrivals:
         self.order: dict[int, None] = {}
         """Slots in the order in which their gradients came on rank 0, over the calls of a step."""
         self.last_touched: dict[int, list[int]] = {}
-        """What `agree` returned for the last usual call of this index."""
+        """Result of `agree` at the last usual call of this index."""
 
     def agree(
         self,

@@ -40,7 +40,7 @@ class FixedProportions(PlanSource):
 
 
 class StepCounter(Protocol):
-    """What `StepLoop` counts over all loaders."""
+    """Counts of `StepLoop` over all loaders."""
 
     steps_done: int
     stop_requested: bool
