@@ -233,10 +233,7 @@ class Config:
         rank_0_only=True,
     )
     timeout_s: float = _setting(
-        600.0,
-        SECONDS,
-        "Time after which a collective is an error; unless set, under `evenload run` only one of the script's own.",
-        commands=(),
+        600.0, SECONDS, "Time after which a collective that has not completed is an error.", commands=()
     )
     fresh: bool = _setting(
         False,

@@ -84,6 +84,7 @@ def find_damage(checkpoint: Path, *, contents: bool = True) -> str:
         OSError: a file that is there can't be read.
     """
     if not checkpoint.is_dir():
+        checkpoint.lstat()  # an error if it was removed meanwhile
         return "it is no folder"
     try:
         content = (checkpoint / INFO_FILE).read_bytes()

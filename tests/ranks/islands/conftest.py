@@ -15,6 +15,7 @@ def everything(folder: str) -> dict[str, Any]:
     jobs = (
         test_references.train_all,
         test_state.moved,
+        test_state.moved_delay,
         test_state.moved_errors,
         test_state.shown,
         test_state.every_step,

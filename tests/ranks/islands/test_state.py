@@ -54,6 +54,17 @@ def moved(folder: str) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
+def moved_delay(folder: str) -> dict[str, torch.Tensor]:
+    """The same while a sum is on its way at the end of the first run, and beside the checkpoint of the second."""
+    for islands, until in (("0,1/2", 9), ("0/1,2", 16)):
+        model = build()
+        run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": islands, "sync_delay": 2})
+        for _ in steps(loader, model, optimizer, until):
+            pass
+        run.close()
+    return weights(model)
+
+
 def moved_errors(folder: str) -> dict[str, torch.Tensor]:
     """The same where the islands hold what their wire has lost."""
     for islands, until in (("0/1,2", 8), ("0,1/2", 16)):
@@ -130,6 +141,16 @@ def test_a_checkpoint_goes_on_with_other_islands(ranks: list[dict[str, Any]]) ->
     second = simulate(Case({}, (6, 6), lr=0.7, momentum=0.9), first, 8, velocity)[0].model
     for seen in ranks:
         assert difference(seen["moved"], dict(second.state_dict())) < 1e-12
+
+
+def test_a_checkpoint_holds_a_sum_that_was_on_its_way(ranks: list[dict[str, Any]]) -> None:
+    """It synchronises everything first, so the velocity is that of two sums more."""
+    velocity: dict[str, torch.Tensor] = {}
+    delayed: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "delay": 2}
+    first = simulate(Case({}, (9, 3), num_steps=9, **delayed), velocity=velocity)[0].model
+    second = simulate(Case({}, (6, 6), **delayed), first, 9, velocity)[0].model
+    for seen in ranks:
+        assert difference(seen["moved_delay"], dict(second.state_dict())) < 1e-12
 
 
 def test_a_checkpoint_holds_what_every_island_has_lost(ranks: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.errors import StepError
 from evenload.training.step import step as step_module
 from evenload.training.step import straight
 from evenload.training.step.straight import StraightLine
@@ -150,3 +152,73 @@ def test_straight_steps_do_what_usual_ones_do(tmp_path: Path, monkeypatch: pytes
     assert len(records) > 130
     for one, other in zip(records, records_again, strict=True):
         assert {**one, "fields": None} == {**other, "fields": None}
+
+
+def straight_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module, loss_fn: Callable[..., Any]) -> Any:
+    """Yield steps, of which those after the first are straight, and the number of straight ones so far."""
+    counted = [0]
+    compute: Callable[..., Any] = StraightLine.backward
+
+    def backward(*args: Any) -> Any:
+        counted[0] += 1
+        return compute(*args)
+
+    monkeypatch.setattr(StraightLine, "backward", backward)
+    monkeypatch.setattr(straight, "_LASTS_S", 1e9)
+    run = evenload.init(project_dir=folder, seed=3)
+    model, loader = run.prepare(model, DataLoader(TensorDataset(torch.ones(200, 2)), batch_size=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    try:
+        for step in loader:
+            before = counted[0]
+            step.backward(functools.partial(loss_fn, step))
+            yield step, counted[0] > before
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        run.close()
+
+
+def test_a_backward_in_loss_fn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 1)
+
+    def loss_fn(step: Any, batch: Any) -> torch.Tensor:
+        if step.index == 30:
+            model.weight.square().sum().backward()
+        return model(batch[0]).mean()
+
+    seen = []
+    with pytest.raises(StepError, match="backward"):
+        for step, is_straight in straight_steps(tmp_path, monkeypatch, model, loss_fn):
+            seen.append((step.index, is_straight))
+    assert seen[-1] == (29, True)
+
+
+def test_a_hook_that_loss_fn_adds_sees_the_mean_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = nn.Linear(2, 1), []
+
+    def loss_fn(step: Any, batch: Any) -> Any:
+        if step.index == 30:
+            model.weight.register_hook(lambda grad: seen.append(grad.clone()))
+        return model(batch[0]).mean(), 2.0 + step.index % 3
+
+    for step, is_straight in straight_steps(tmp_path, monkeypatch, model, loss_fn):
+        if step.index == 30:
+            assert is_straight and len(seen) == 1 and model.weight.grad is not None
+            torch.testing.assert_close(seen[0], model.weight.grad)
+            break
+
+
+def test_a_part_that_is_new_is_cleared_when_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+
+    def loss_fn(step: Any, batch: Any) -> torch.Tensor:
+        loss = model[0](batch[0]).mean()
+        if step.index >= 20:
+            loss = loss + model[1](batch[0]).mean()
+        return loss * (float("nan") if step.index in (21, 40) else 1.0)
+
+    for step, is_straight in straight_steps(tmp_path, monkeypatch, model, loss_fn):
+        if step.index in (21, 40):
+            assert step.index == 21 or is_straight
+            assert all(param.grad is None for param in model.parameters())

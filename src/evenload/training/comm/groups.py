@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm import statistics
@@ -31,7 +31,7 @@ from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, 
 from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
-from evenload.training.comm.store import connect, late_connections, new_group, own_group, wait_for_members
+from evenload.training.comm.store import connect, late_connections, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
@@ -57,17 +57,15 @@ class Groups:
         gpu: str = "",
         inner_backend: str = "",
         has_wire: bool = False,
-        users_timeout_s: float | None = None,
     ) -> None:
         """Join all workers of `membership`; return when all have joined.
 
         `backend` and `inner_backend` are those of `WorkerSpec`; `gpu` identifies this rank's among all machines, and is empty
-        for a CPU; `has_wire`: make `Generation.wire`; `users_timeout_s`: the limit of the user's own collectives, `timeout_s`
-        unless given. LaunchError if the store or the peers can't be reached within `timeout_s`.
+        for a CPU; `has_wire`: make `Generation.wire`. LaunchError if the store or the peers can't be reached within `timeout_s`.
         """
         self.timeout_s = timeout_s
         self.closed = False
-        self._timeout, self._users_timeout = (timedelta(seconds=s) for s in (timeout_s, users_timeout_s or timeout_s))
+        self._timeout = timedelta(seconds=timeout_s)
         self._wanted_backend = backend
         self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
@@ -290,7 +288,8 @@ class Groups:
                 self._made = True
             # The user's tensors may be on the CPU, too, which NCCL doesn't take.
             backend = "cpu:gloo,cuda:nccl" if self._inner.backend_of(key) == "nccl" else "gloo"
-            self._subsets[key] = new_group(key, backend, self._users_timeout)
+            with late_connections():
+                self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
         return self._subsets[key]
 
     def close(self) -> None:
@@ -340,18 +339,17 @@ class Groups:
                     timeout=self._timeout,
                 )
                 self._made = True
-                _set_pg_timeout(self._users_timeout)
             except (RuntimeError, ValueError) as error:
                 why = "every rank must call evenload.init, within timeout_s"
                 if "EADDRINUSE" in str(error):
                     why = "another program listens there: set MASTER_PORT to a free port on all ranks"
                 where = f"the other {world_size - 1} ranks at {membership.store}"
                 raise LaunchError(f"rank {rank} could not join {where}: {error}; {why}") from error
-        control = self._make_group(everyone, "gloo")
-        assert control is not None  # every rank is in it
-        gather = self._gather_in(control)
-        now = Generation(membership.number, membership, rank, everyone, everyone, control)
         try:
+            control = self._make_group(everyone, "gloo")
+            assert control is not None  # every rank is in it
+            gather = self._gather_in(control)
+            now = Generation(membership.number, membership, rank, everyone, everyone, control)
             self._inner = find_inner(self._inner_backend, self._gpu, gather)
             self._hosts = find_hosts(gather)
             rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
@@ -413,7 +411,9 @@ class Groups:
         return self._make_group(ranks, self._inner.backend_of(ranks)) if len(ranks) > 1 else None
 
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        return own_group(ranks, backend, self._timeout)
+        with late_connections():
+            group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
 
 
 RankGroup = Groups | Subset

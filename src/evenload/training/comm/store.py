@@ -1,23 +1,20 @@
-"""The store through which the members of a generation find each other, their groups, and the time at which these connect."""
+"""The store through which the members of a generation find each other, and the time at which they connect."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.training.comm.generation import Membership
 
 _POLL_S = 0.005
 _ATTEMPT = timedelta(seconds=1)
-_SETUP = timedelta(seconds=60)
 _LATE = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -62,24 +59,6 @@ def wait_for_members(
             missing = ", ".join(str(other) for other in range(world_size) if not keys.check([names[other]]))
             raise RuntimeError(f"rank {missing} did not come within {timeout.total_seconds():g} s")
         time.sleep(_POLL_S)
-
-
-def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group, which connects late, on all ranks; torch's `GroupMember.NON_GROUP_MEMBER` for a rank outside.
-
-    All ranks are here, so one that does not come within `_SETUP` is lost. `timeout`: the limit of the group's collectives.
-    """
-    with late_connections():
-        group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), backend=backend, timeout=min(timeout, _SETUP))
-    if isinstance(group, dist.ProcessGroup):
-        _set_pg_timeout(timeout, group)
-    return group
-
-
-def own_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make a group as `new_group` does; None for a rank outside."""
-    group = new_group(ranks, backend, timeout)
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 @contextmanager

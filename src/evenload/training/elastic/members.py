@@ -42,8 +42,6 @@ from evenload.training.step.step import Step, StepListener
 from evenload.training.step.step_loader import StepLoader
 
 _READY_EVERY_S = 30.0
-_CHANGE_S = 120.0
-"""Time for a change after a collective has failed: longer than machines need to agree on another coordinator."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class Members(StepListener):
         if not self._is_capable or groups.closed:
             raise error
         while True:
-            change = self._changes.wait(self._tried, min(groups.timeout_s, _CHANGE_S), error)
+            change = self._changes.wait(self._tried, groups.timeout_s, error)
             if change is None:
                 raise error
             try:

@@ -15,8 +15,6 @@ from evenload.training.launch.membership_messages import Activity, Suspects, Wai
 
 STOPPED_S = 4.0
 """A process that is stopped for so long is stalled, whatever it did."""
-DEADLOCK_S = 600.0
-"""If all ranks wait for so long, and none computes, what they wait for does not come."""
 EVERY_S = 0.25
 _LONGEST_GAP_S = 1.0
 """After a longer time without a look this process itself was stopped, and what it knows is old."""
@@ -37,8 +35,6 @@ class StallFindings:
     """Worker -> reason, for people."""
     absent: dict[str, str]
     """Workers for whose own code the others wait for long, each reported once."""
-    deadlock: str = ""
-    """Time for which all of them have waited for each other, and places; empty if one works."""
 
 
 class StallMonitor:
@@ -100,32 +96,20 @@ class StallMonitor:
             elif min(waits_s) >= _ABSENT_S and (name, activity.position) not in self._reported:
                 self._reported.add((name, activity.position))
                 absent[name] = f"it has been between two steps for {seconds:.0f} s{self._where(name)}"
-        return StallFindings(stalled, absent, self._deadlock(members, now_s))
+        return StallFindings(stalled, absent)
 
     def _most_suspected(self, members: Sequence[str], stopped: Collection[str], now_s: float) -> dict[str, str]:
         """Return the one without whom a collective has failed, in the opinion of most; it is the stopped one, if there is one."""
         if not self._suspects or now_s - self._suspected_s < _OPINIONS_S:
             return {}
         said, self._suspects = [*self._suspects.values()], {}
-        named = [*stopped] or [one.suspect for one in said if one.suspect in members]
+        is_one = 0 < len(stopped) < len(members)  # whoever stops all of them means it
+        named = [*stopped] if is_one else [one.suspect for one in said if one.suspect in members]
         if not named:
             return {}
         suspect = max(named, key=lambda name: (named.count(name), members.index(name)))
         reason = next((one.reason for one in said if one.suspect == suspect), "a collective has failed")
         return {suspect: f"its process is stopped (SIGSTOP): {reason}" if suspect in stopped else reason}
-
-    def _deadlock(self, members: Sequence[str], now_s: float) -> str:
-        known = [(name, *self._activities[name]) for name in members if name in self._activities]
-        waits = [now_s - at_s + one.seconds for _, one, at_s in known if one.segment in ("wait", "comm")]
-        if (
-            len(waits) < len(members)
-            or len(waits) < 2
-            or min(waits) < DEADLOCK_S
-            or now_s - max(at_s for *_, at_s in known) > 3
-        ):
-            return ""
-        where = "; ".join(f"{name}{self._where(name)}" for name in members)
-        return f"all ranks have waited for one another for {min(waits):.0f} s ({where}): the network between them is broken"
 
     def _where(self, name: str) -> str:
         activity, _ = self._activities.get(name, (None, 0.0))

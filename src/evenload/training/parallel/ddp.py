@@ -179,6 +179,7 @@ class ReplicaStrategy:
             type(self) is not ReplicaStrategy
             or not isinstance(reducer, LocalReducer)
             or touched is None
+            or touched != reducer.touched()  # others than before: nobody knows yet that they are usual
             or reducer.has_summed_hooks
             or self._sums_on_device()
             or self._built_for != self._groups.generation.number
@@ -186,11 +187,12 @@ class ReplicaStrategy:
             or self._grad_norms is not None
             or self._throttle.active
             or self._added
+            or self._parameters.has_changed
         ):
             return None
         agree = partial(self._arrivals.agree, 0, reducer, self._groups, was_late=False)
         finish = partial(self._finish, reducer)
-        return LoneCall(self._context, reducer, tuple(self._frozen), touched, agree, finish)
+        return LoneCall(self._context, reducer, self._parameters, tuple(self._frozen), touched, agree, finish)
 
     def _finish_on_device(
         self,

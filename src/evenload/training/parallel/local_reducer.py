@@ -30,7 +30,6 @@ _LARGE = 65_536
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _set_grad_enabled = torch._C._set_grad_enabled
 _GRAD = operator.attrgetter("grad")
-_HOOKS = operator.attrgetter("_backward_hooks")
 _TRAINABLE = operator.attrgetter("requires_grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
@@ -88,20 +87,24 @@ class LocalReducer(CallGradients):
         """Return whether `begin` and `micro` would find the parameters as in the last call, and no gradient."""
         return (
             list(map(_TRAINABLE, self._params)) == self._trainable
-            and not any(map(_HOOKS, self._params))
             and all(map(operator.is_, map(_GRAD, self._params), itertools.repeat(None)))
             and not (self._skipped or self._hooks.has_others)
         )
 
     def begin_again(self) -> None:
-        """Do what `begin` and `micro` do before the only micro-batch of a call, where all `is_as_before`."""
-        self._live = True
+        """Do what `begin` does, where all `is_as_before`."""
+        self._live, self._zeroed, self._earlier = True, [], None
         self._arrived.clear()
+
+    def open_again(self) -> None:
+        """Do what `micro` does for the only micro-batch, between loss_fn and its backward."""
+        self._summed_hooks.take()
         self._hooks.open(self._quiet_hook, self._watched_hook)
 
     def end_again(self) -> bool:
         """Do what `end_micro` does after it; return whether the same parameters received a gradient as in the last call."""
         self._hooks.close()
+        self._summed_hooks.put_back()
         ids = list(map(id, self._arrived))
         if self._touched_ids == set(ids):
             return True

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from evenload.training.compute.micro_steps import LossSums, StepContext
+from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.parallel.local_reducer import LocalReducer
 from evenload.training.parallel.strategy import GlobalTotals, StepResult
 
@@ -17,6 +18,7 @@ class LoneCall(NamedTuple):
 
     context: StepContext
     reducer: LocalReducer
+    parameters: ModelParameters
     frozen: Sequence[nn.Parameter]
     """Parameters that no call may find trainable."""
     touched: list[int]

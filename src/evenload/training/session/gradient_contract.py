@@ -29,7 +29,7 @@ from evenload.training.step.step import Step, StepListener
 _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _PARAMS = itemgetter("params")
 _LIST_HOOKS_EVERY = 10
-"""Steps after which parameters that had no hooks are looked at again; they were frozen before."""
+"""Backwards after which parameters that had no hooks are looked at again; they were frozen before."""
 _NUM_SCALED = 3
 """Backwards after which the user's own GradScaler and schedulers are looked at: the first one that is used reveals it."""
 
@@ -145,7 +145,7 @@ class GradientContract(StepListener):
         return has_looked and not self._verifies and self._context.num_sharing == 1
 
     def on_backward(self, step: Step, loss_fn: object) -> None:
-        if step.index % _LIST_HOOKS_EVERY == 0:
+        if self._num_backwards % _LIST_HOOKS_EVERY == 0:
             self._hooks = self._list_hooks()
         # Hooks of Evenload's own are counted too: names are looked at only when the number changes.
         num_hooks = sum(map(len, self._hooks))

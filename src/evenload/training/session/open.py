@@ -40,7 +40,6 @@ from evenload.training.compute.precision import Precision
 from evenload.training.data.randomness import mix
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
-from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
 from evenload.training.launch.run_control import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
@@ -53,8 +52,6 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.step import StepLoop
 from evenload.training.step.step_recorder import StepRecorder
 
-_UNLIMITED_S = 1e8
-"""Three years: a supervisor ends the wait for a rank that is lost or stalls, and one that works may take as long as it wants."""
 _NAME_WORDS = 8
 """Numbers that hold the name of a device, 6 bytes each: integers below 2^53 are exact."""
 _FRESH_FOR = "fresh_for_job"
@@ -99,10 +96,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     options: dict[str, Any] = {
         # `Groups` checks whether each rank has a GPU of its own.
         "backend": spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
-        "timeout_s": _UNLIMITED_S
-        if is_watched(config, spec) and "timeout_s" not in config.sources
-        else config.timeout_s,
-        "users_timeout_s": config.timeout_s,
+        "timeout_s": config.timeout_s,
         "gpu": _gpu(device),
         "inner_backend": spec.inner_backend,
         "has_wire": sums_encoded,
@@ -210,12 +204,6 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         wire,
         link,
     )
-
-
-def is_watched(config: Config, spec: WorkerSpec) -> bool:
-    """Return whether a supervisor watches this rank, and lets others go on when it is lost."""
-    trains = spec.mode == "train" and not async_run.is_asynchronous(config, spec)
-    return MessageChannel.is_free(spec.channel) and trains and not config.dry_run
 
 
 def _check_local(config: Config, mode: str) -> None:

@@ -230,12 +230,14 @@ class StepLoop:
 
     def close(self) -> None:
         """Forget the running step: an exception may hold a loop that ends after the run."""
-        self.step = None
+        self.step = self.line = None
 
     def begin(self, step: Step) -> None:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
         worker.progress.step = step.index
+        if self.line is not None and self.line.has_ended():
+            self.line = None
         if self.line is None:
             self.engine.control.set_position(step.epoch, step.batch.plan.step)
             for listener in self._listeners["on_begin"]:
@@ -295,7 +297,7 @@ class StepLoop:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
         engine = self.engine
         if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
-            self._end_straight(step, self.line)
+            self._end_straight(step)
             return
         self.line = None
         engine.totals.end_body(finished=finished)
@@ -325,15 +327,13 @@ class StepLoop:
                 rests = (listener.rests for listener in self._all_listeners)
                 self.line = begin_line(engine, step.batch, step.planner, step.stats, rests)
 
-    def _end_straight(self, step: Step, line: StraightLine) -> None:
+    def _end_straight(self, step: Step) -> None:
         engine = self.engine
         self.last_loss, self.left_early, self.step = step.stats.loss, False, None
         self._session_steps += 1
         engine.clock.switch("other")
         engine.recorder.step(step.record_index, step.batch.plan, step.stats, at_once=step.committed)
         step.commit()
-        if engine.clock.since_s >= line.ends_s:
-            self.line = None
 
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""

@@ -8,7 +8,8 @@ computes with the same pieces, and asks only what may have changed:
 
 - before the first one: every part, by `begin_line`. `StepLoop.leave_line` ends a line whose answers hold no more.
 - in each one, by `StraightLine.takes`: what the script changes without a call of ours, such as a parameter, its hook or `.grad`.
-- every 0.2 s, by a usual step: what other threads and processes want, such as a rank that joins.
+- every 0.2 s, by a usual step: what other threads and processes want, such as a rank that joins. Steps that take longer than
+  that have nothing to gain, and all go the usual way.
 
 Where a look finds a change, nothing was done yet, and the step goes the usual way (engine.py), which alone knows what to do.
 """
@@ -45,8 +46,11 @@ class StraightLine:
         self._planner = planner
         self._call = call
         self._touched = call.touched
-        self.ends_s = engine.clock.since_s + _LASTS_S
-        """On the clock of the step; a step that begins later goes the usual way."""
+        self._ends_s = engine.clock.since_s + _LASTS_S
+
+    def has_ended(self) -> bool:
+        """Return whether the step that begins now goes the usual way."""
+        return self._engine.clock.since_s >= self._ends_s
 
     def takes(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> bool:
         """Return whether a backward may go this way: nothing has changed since the last one."""
@@ -56,7 +60,7 @@ class StraightLine:
             and len(plan.micro) == 1
             and plan.generation == self._planner.generation
             and type(loss_fn) is not CoupledLoss
-            and not self._engine.parameters.has_changed
+            and not self._call.parameters.has_changed
             and not any(map(_TRAINABLE, self._call.frozen))
             and self._call.reducer.is_as_before()
         )
@@ -109,6 +113,7 @@ class StraightLine:
         try:
             num_samples, last_units = batch.plan.num_samples, self._engine.totals.units.get(0)
             root, _ = compute_loss(context, micro, loss_fn, sums, num_samples, last_units, is_first=True)
+            self._call.reducer.open_again()
             root.backward()  # type: ignore[no-untyped-call]
         finally:
             _set_grad_enabled(had_grad)
@@ -134,6 +139,7 @@ def begin_line(
         or batch.plan.num_micro > 1
         or stats.calls != 1
         or stats.redone
+        or engine.clock.since_s - stats.begun_s > _LASTS_S
         or not all(rests)
     ):
         return None
