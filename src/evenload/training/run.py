@@ -205,6 +205,7 @@ class Run:
             ConfigError: several models are prepared and `model` is None, or a package is missing.
         """
         chosen = pick_model(model, self._models)
+        self._session.catch_up()  # if rank 0 missed the last step
         self._context.engine.totals.read()
         if self.is_main and self._context.spec.mode != "verify":
             with self._session.synchronised_weights():

@@ -175,19 +175,20 @@ class Session(StepListener):
         self._stopper.listen()
         return saved
 
+    def catch_up(self) -> None:  # of ranks that missed the last step; all ranks call it
+        if self._members is not None and self._context.loop.step is None:
+            self._members.catch_up()
+
     def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader, StepLoader):
-            raise ConfigError(
-                "run.batches received a loader from run.prepare, which is for training; pass a plain DataLoader"
-            )
+            raise ConfigError("run.batches received a loader from run.prepare, for training; pass a plain DataLoader")
         check_loader(loader)
         return self._evaluate(loader)
 
     def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         context = self._context
         context.loop.settle()
-        if self._members is not None and context.loop.step is None:
-            self._members.catch_up()
+        self.catch_up()
         rank, speeds, members = context.control.guarded(lambda: self._meet_to_evaluate(loader))
         batches = evaluation_batches(
             loader,
@@ -209,8 +210,7 @@ class Session(StepListener):
     def _meet_to_evaluate(self, loader: DataLoader[Any]) -> tuple[int, tuple[float, ...], EvaluationMembers]:
         """Return this rank, all speeds and the members that meet here: right after it they may be others, on some ranks only."""
         prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
-        groups = self._context.groups
-        world_size = groups.world_size
+        groups, world_size = self._context.groups, self._context.groups.world_size
         speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0,)
         if len(speeds) != world_size:
             speeds = (1.0 / world_size,) * world_size
