@@ -110,12 +110,14 @@ class DisturbedRun:
     happened: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     sessions: list[str] = field(default_factory=list)
     """How each ended."""
+    ends_s: list[float] = field(default_factory=list)
+    """When each ended, in seconds since 1970."""
     problems: list[str] = field(default_factory=list)
     num_repeated: int = 0
     """Steps that were computed again, at most in part."""
     difference: float = float("nan")
     noticed_s: list[float] = field(default_factory=list)
-    """From each SIGKILL of a rank to the supervisor's notice."""
+    """From each SIGKILL of a rank to the supervisor's notice; without those that end the session."""
     again_s: list[float] = field(default_factory=list)
     """From that notice to the next step."""
     seconds: float = 0.0
@@ -146,6 +148,7 @@ def disturb(
         (folder / "wanted").write_text(str(num_ranks))
         code, ended = _session(folder, num_ranks, start(command, folder), outcome)
         outcome.sessions.append(ended)
+        outcome.ends_s.append(time.time())
         if code == 0 or outcome.problems:
             break
     else:
@@ -220,9 +223,10 @@ def _check(folder: Path, outcome: DisturbedRun) -> None:
     trained_s = sorted(record.time for record in read_steps(folder / "run"))
     for row in outcome.happened.values():
         if row["kind"] == "kill" and row["point"] not in ("loader",):
-            noticed_s = min((one for one in lost_s if one >= row["time_s"] - 0.01), default=None)
+            end_s = next(end_s for end_s in outcome.ends_s if end_s >= row["time_s"])
+            noticed_s = min((one for one in lost_s if row["time_s"] - 0.01 <= one <= end_s), default=None)
             again_s = min((one for one in trained_s if noticed_s and one > noticed_s), default=None)
-            if noticed_s is not None and again_s is not None and noticed_s - row["time_s"] < 30:
+            if noticed_s is not None and again_s is not None:
                 outcome.noticed_s.append(noticed_s - row["time_s"])
                 outcome.again_s.append(again_s - noticed_s)
 
