@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import evenload
 from evenload.errors import StepError
 from evenload.testing import run_ranks
 from evenload.training.comm.control import Operation
-from evenload.training.step.planner import Planner
 from tests.ranks.elastic.supervised import Supervised
-from tests.ranks.elastic.test_lost_gathers import inject
+from tests.ranks.elastic.test_lost_gathers import inject, opened
 
 
 class Stream(IterableDataset[int]):
@@ -26,19 +24,6 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._num_samples))
-
-
-def opened(folder: str, shares: tuple[int, ...]) -> evenload.Run:
-    run = evenload.init(project_dir=folder, seed=0, timeout_s=20, balance=shares)
-    model, loader = run.prepare(nn.Linear(2, 1), DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=12))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run.resume(model=model, optimizer=optimizer)
-    for step in loader:
-        step.backward(lambda batch: model(batch[0]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    Planner.speeds = lambda planner: tuple(map(float, planner.shares))  # type: ignore[method-assign]  # also 0
-    return run
 
 
 def script(folder: str, shares: tuple[int, ...], num_samples: int, stream: bool) -> dict[str, Any]:

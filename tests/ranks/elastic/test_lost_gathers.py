@@ -55,11 +55,8 @@ def inject(worker: str, place: str, at: tuple[Operation, int]) -> None:
     Control._exchange_table, Control.confirm = exchanged, confirmed  # type: ignore[method-assign]
 
 
-def evaluate(
-    folder: str, shares: tuple[int, ...], place: str, at: tuple[Operation, int], num_samples: int, every: int = 1
-) -> dict[str, Any]:
-    """`every`: the batches after which values are gathered."""
-    worker = Path(os.environ["EVENLOAD_WORKER"]).stem
+def opened(folder: str, shares: tuple[int, ...]) -> evenload.Run:
+    """Train for two steps with these shares; evaluations are divided likewise, a share of 0 gets no batch."""
     run = evenload.init(project_dir=folder, seed=0, timeout_s=20, balance=shares)
     model, loader = run.prepare(nn.Linear(2, 1), DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=12))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -69,6 +66,15 @@ def evaluate(
         optimizer.step()
         optimizer.zero_grad()
     Planner.speeds = lambda planner: tuple(map(float, planner.shares))  # type: ignore[method-assign]  # also 0
+    return run
+
+
+def evaluate(
+    folder: str, shares: tuple[int, ...], place: str, at: tuple[Operation, int], num_samples: int, every: int = 1
+) -> dict[str, Any]:
+    """`every`: the batches after which values are gathered."""
+    worker = Path(os.environ["EVENLOAD_WORKER"]).stem
+    run = opened(folder, shares)
     inject(worker, place, at)
     run.barrier()
     seen: list[int] = []
