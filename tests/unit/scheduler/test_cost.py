@@ -137,6 +137,15 @@ def test_low_priority_waits_for_cheap_hours_up_to_the_limit() -> None:
         assert low.began_s == began_s + 30.0 and usual.began_s == 30.0
 
 
+@pytest.mark.parametrize("rest", [{"priority": -1}, {"estimate_s": HOUR_S, "deadline_s": 9 * HOUR_S}])
+def test_a_job_that_must_be_on_one_host_is_offered_kinds_that_fill_one(rest: dict[str, Any]) -> None:
+    mixed = [Device(f"mixed-{n}", "h0", kind="slow" if n % 2 else "fast", price_per_hour=1.0 + n % 2) for n in range(4)]
+    queue = Queue([*mixed, Device("far", "h1", kind="fast")], policy="cost")
+    queue.submit(spec(3, one_host=True, **rest), name="near")
+    queue.decide()
+    assert len(queue.devices("near")) == 3
+
+
 def test_a_deadline_out_of_reach_is_reported_and_the_job_runs_all_the_same() -> None:
     queue = Queue(fast_and_slow(), policy="cost")
     late = queue.submit(spec(1, estimate_s=2 * HOUR_S, deadline_s=HOUR_S))

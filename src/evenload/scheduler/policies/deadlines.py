@@ -64,18 +64,22 @@ class DeadlinePlan(NamedTuple):
 
 
 def offers_of(layout: Layout, needs: Needs) -> list[KindOffer]:
-    """Return the kinds of which there are enough devices for the job, the fastest first."""
-    found: dict[str, list[tuple[int, float, float, float]]] = {}
-    for index, num in sorted(Counter(layout.pool_of).items()):
+    """Return the kinds of which there are enough devices for the job, on one host if it needs that; the fastest first."""
+    found: dict[str, dict[int, list[tuple[int, float, float, float]]]] = {}
+    for (index, host), num in sorted(Counter(zip(layout.pool_of, layout.host_of, strict=True)).items()):
         pool = layout.pools[index]
         if pool.suits(needs):
-            found.setdefault(pool.kind, []).append((num, pool.speed, pool.price_per_hour, pool.cheap_price_per_hour))
+            place = host if needs.one_host else 0
+            row = (num, pool.speed, pool.price_per_hour, pool.cheap_price_per_hour)
+            found.setdefault(pool.kind, {}).setdefault(place, []).append(row)
     offers = []
-    for kind, pools in found.items():
-        total = sum(num for num, *_ in pools)
-        if total >= needs.min_devices:
-            means = (sum(row[0] * row[place] for row in pools) / total for place in (1, 2, 3))
-            offers.append(KindOffer(kind, total, *means))
+    for kind, places in found.items():
+        sizes = {place: sum(num for num, *_ in rows) for place, rows in places.items()}
+        rows = [row for place, of_place in places.items() if sizes[place] >= needs.min_devices for row in of_place]
+        if rows:
+            total = sum(num for num, *_ in rows)
+            means = (sum(row[0] * row[column] for row in rows) / total for column in (1, 2, 3))
+            offers.append(KindOffer(kind, max(sizes.values()), *means))
     return sorted(offers, key=lambda offer: (-offer.speed, offer.price))
 
 
