@@ -283,7 +283,7 @@ def _summed(place: _Place, arm: str) -> dict[str, Any]:
 
     A block of islands is compared with the mean of the turns before and after it.
     """
-    words = ["--warm", "10", "--block", str(EVERY), "--alone", str(ALONE_S)]
+    words = ["--warm", str(EVERY + EVERY // 2), "--block", str(EVERY), "--alone", str(ALONE_S)]
     speeds = SPEEDS["1:0.5"]
     parts, relay_s = _on_two(place, arm, speeds, "train_summed.py", words, MBIT, EVENLOAD[arm], limit_s=SUMMED_S)
     # One rank may have ended a block more.

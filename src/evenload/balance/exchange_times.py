@@ -115,8 +115,8 @@ def local_options(size: GradientSize, link: Link, num_machines: int, work: Work,
             continue
         num_parts = LOCAL_FRAGMENTS if "fragments" in more else 1
         sum_s = exchange_s(wire, size, link, num_machines, work)
-        # Each fragment waits for a latency of its own, and what islands report to each other for another one.
-        total_s = sum_s + num_parts * link.latency_s
+        # Each fragment waits for a latency of its own, and what islands report to each other for another one, beside two steps.
+        total_s = sum_s + (num_parts - 1) * link.latency_s + max(0.0, link.latency_s - 2 * work.compute_s)
         each_s = total_s / sync_every
         step_s = max(work.compute_s, each_s) if num_parts > 1 else work.compute_s + each_s
         sent = sent_bytes(wire, size, num_machines) / sync_every

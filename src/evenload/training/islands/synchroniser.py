@@ -351,9 +351,9 @@ class IslandSynchroniser(StepListener):
         planner, due = self._loaders[0].planner, self._report_at
         gap, *shares = reports.end()
         self._times.cost_s = min(self._times.cost_s, reports.waited_s)
-        self._report_next(due, gap)
         if any(shares):
             self._divide(shares)
+        self._report_next(due, gap)
         if due % self._every:
             return
         context.engine.elapsed_s = reports.rows[0][0]
