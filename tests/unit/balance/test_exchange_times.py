@@ -56,6 +56,16 @@ def test_on_a_fast_link_the_backward_hides_all_but_the_last_bucket() -> None:
     assert cheapest([fp32, int8], exact=False) is fp32
 
 
+def test_on_a_cpu_the_backward_does_not_hide_what_encodes() -> None:
+    link, costs = Link(1e-3, 125e6, 125e6, 125e6), {"int8": 8e-9}
+    small = GradientSize(1_000_000, 4, ((512, 512),) * 4)
+    on_gpu, on_cpu = (
+        cheapest(wire_options(small, link, 2, Work(0.1, 1, costs, is_cpu), ["fp32", "int8"]), exact=False).setting
+        for is_cpu in (False, True)
+    )
+    assert (on_gpu, on_cpu) == ('wire="int8"', 'wire="fp32"')
+
+
 def test_a_large_first_parameter_travels_alone_after_the_backward() -> None:
     link = Link(1e-4, 1e9, 1e9, 1e9)
     embedding, layers = (50_000, 160), ((1000, 1000),) * 8
