@@ -12,9 +12,9 @@ on the link for a few steps, `diloco` for two rounds. The others train on the li
 where an arm has just synchronised, and at the end. Time to the loss: to 1.01 times that of synchronous training after all
 steps; the first step, which starts everything, counts as a usual one. An arm that does not get there is not the best one. Compute
 is a step of both ranks without a link; exchange is what a step of `ddp` takes beyond that of the slower rank.
-`--only summed` runs islands and lone ranks by turns in the same processes (scripts/train_summed.py), in half as much time as
-the machine needs to change its own speed, and compares each block of islands with the turns beside it; `--only summed/ARM`
-takes another arm. `--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
+`--only summed` runs islands and lone ranks by turns in the same processes (scripts/train_summed.py), after the first
+synchronisation, and compares each block of islands with the turns beside it, for the machine's own speed drifts;
+`--only summed/ARM` takes another arm. `--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
 finds: later calls take it from there, so that the parts can be measured one by one.
 
 Bars, by the time to the loss: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed

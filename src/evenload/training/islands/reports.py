@@ -31,8 +31,6 @@ class IslandReports:
         self._world = world
         self.num_begun = 0
         """Of the two exchanges of a report: its rows, and what rank 0 decides."""
-        self.rows: list[list[float]] = []
-        """Of all ranks, by rank, once `send_decision` was called."""
         self.waited_s = 0.0
         """Seconds that this rank has waited in this report."""
         self._table = self._decided = torch.empty(0)
@@ -40,15 +38,16 @@ class IslandReports:
 
     def send_row(self, row: Sequence[float]) -> None:
         self.num_begun, self.waited_s = 1, 0.0
-        own = self._table = torch.tensor(row, dtype=torch.float64)
+        self._table = torch.tensor([row], dtype=torch.float64)
         if self._group is not None:
-            self._table, work = begin_gather(own, self._group)
+            self._table, work = begin_gather(self._table[0], self._group)
             self._pending = self._world.begin(work, True)
 
-    def wait_for_rows(self) -> list[list[float]]:
-        self._wait()
-        self.rows = self._table.view(-1, self._table.shape[-1]).tolist()
-        return self.rows
+    @property
+    def rows(self) -> list[list[float]]:
+        """Of all ranks, by rank, after `wait`."""
+        rows: list[list[float]] = self._table.tolist()
+        return rows
 
     def send_decision(self, values: Sequence[int]) -> None:
         """Send rank 0's integers; those of the others are as many, and do not count."""
@@ -60,11 +59,12 @@ class IslandReports:
 
     def end(self) -> list[int]:
         """Return rank 0's integers."""
-        self._wait()
+        self.wait()
         self.num_begun = 0
         return self._decided.tolist()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for what was sent last."""
         began_s = time.perf_counter()
         self._pending.wait()
         self.waited_s += time.perf_counter() - began_s

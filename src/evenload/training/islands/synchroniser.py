@@ -1,8 +1,7 @@
 """Synchronise islands every few steps: when, what they report to each other, and which weights are shown.
 
     body of step s ends -> s + 1 = a multiple of sync_every: outer step (parallel/outer.py) -> what follows from the rows of all
-    ranks (times, units, loss, stop requests), which were sent some steps before (reports.py): rank 0 divides the batch anew ->
-    the next body
+    ranks (times, units, loss, stop requests) some steps before (reports.py): rank 0 divides the batch anew -> the next body
 
 Times are exchanged between two synchronisations too (`ReportTimes`), which sums nothing.
 With P fragments one is sent P times in this period, and used at the next of these times, or `sync_delay` steps later. A
@@ -70,8 +69,7 @@ class IslandSynchroniser(StepListener):
         self._clean_at = 0
         """Number of steps after which the weights were those of all islands."""
         self._seconds: list[float] = []
-        self._step_s = 0.0
-        """Mean of those in the newest report."""
+        self._step_s = 0.0  # mean of those in the newest report
         self._times = ReportTimes()
         self._reports = IslandReports(context.groups)
         self._report_at, self._lead = 0, LEAD
@@ -325,8 +323,7 @@ class IslandSynchroniser(StepListener):
         """Take the next report as far as it is due after so many steps of the run. All ranks do it in the same order."""
         reports, planner = self._reports, self._loaders[0].planner
         if reports.num_begun == 0 < self._num_due(done):
-            own_s = blocks_of(self._seconds)
-            self._step_s = sum(self._seconds) / max(len(self._seconds), 1)
+            own_s, self._step_s = blocks_of(self._seconds), sum(self._seconds) / max(len(self._seconds), 1)
             self._seconds = []
             if isinstance(planner, IslandPlanner) and planner.by_speed:
                 own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
@@ -337,7 +334,8 @@ class IslandSynchroniser(StepListener):
                 self._asks, self._loss_sum, self._loss_units = False, 0.0, 0.0
             reports.send_row([*row, *own_s])
         if reports.num_begun == 1 < self._num_due(done):
-            leaders = [reports.wait_for_rows()[rank] for rank in self._islands.leaders]
+            reports.wait()
+            leaders = [reports.rows[rank] for rank in self._islands.leaders]
             gap, shares = 0, [0] * len(leaders)
             if isinstance(planner, IslandPlanner) and planner.adapts_parts:
                 decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
