@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--only",
         default=None,
         help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal, 1:0.5 or one arm, such as "
-        "1:0.5/local; of wire: rates in Mbit/s, or 100/40 for a round trip of 40 ms; of overlap: links, or 'no limit*2' for two "
+        "1:0.5/local, summed; of wire: rates in Mbit/s, or 100/40 for a round trip of 40 ms; "
+        "of overlap: links, or 'no limit*2' for two "
         "rounds; of faults, cut_link, lost_hosts and queue_crash: seeds; of queue_product: parts",
     )
     parser.add_argument(

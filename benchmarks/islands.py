@@ -12,7 +12,9 @@ on the link for a few steps, `diloco` for two rounds. The others train on the li
 where an arm has just synchronised, and at the end. Time to the loss: to 1.01 times that of synchronous training after all
 steps; the first step, which starts everything, counts as a usual one. An arm that does not get there is not the best one. Compute
 is a step of both ranks without a link; exchange is what a step of `ddp` takes beyond that of the slower rank.
-`--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
+`--only summed` runs islands and lone ranks by turns in the same processes (scripts/train_summed.py), after the first
+synchronisation, and compares each block of islands with the turns beside it, for the machine's own speed drifts;
+`--only summed/ARM` takes another arm. `--only 1:0.5/local` runs one arm, and `--keep FOLDER` keeps what each run
 finds: later calls take it from there, so that the parts can be measured one by one.
 
 Bars, by the time to the loss: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed
@@ -22,6 +24,7 @@ final loss of that best one is within 1 % of synchronous training.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -30,7 +33,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
+
+import psutil
 
 from benchmarks.launching import SCRIPTS
 from benchmarks.quota import quotas
@@ -58,6 +64,9 @@ EVENLOAD = {
 }
 AUTO = "local int8 delay auto"
 """Its islands make different numbers of steps, so it can't be validated inside the loop: it is timed alone."""
+SUMMED = "local int8 delay"
+SUMMED_S, ALONE_S = 85.0, 4.0
+"""Seconds of `--only summed`, and of each turn of lone ranks."""
 RIVALS_EVERY = [name for name in EVENLOAD if "every" not in name]
 """Those with the rivals' `sync_every`."""
 
@@ -82,6 +91,8 @@ def measure(quick: bool = False, only: str = "", keep: str = "") -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as name:
         size = (EVERY, QUICK_SIZE) if quick else (NUM_STEPS, SIZE)
         place = _Place(Path(name), *size, Path(keep) if keep and not quick else None)
+        if wanted == "summed":
+            return _summed(place, arm or SUMMED) | {"bars": {}}
         if arm:
             return {"arm": _one(place, arm, SPEEDS.get(wanted, (1.0, 1.0)), fast=wanted not in SPEEDS), "bars": {}}
         curves = {arm: _one(place, arm, (1.0, 1.0), fast=True)["curve"] for arm in TORCH[: 1 if quick else 4]}
@@ -185,52 +196,12 @@ def _run(
     if kept and kept.exists():
         found = json.loads(kept.read_text())
         return dict(found)
-    folder = Path(tempfile.mkdtemp(dir=place.folder))
-    with ExitStack() as stack:
-        pids = stack.enter_context(quotas(dict(enumerate(speeds))))
-        link: dict[str, Any] = {} if fast else {"delay_ms": DELAY_MS}
-        boxes = stack.enter_context(hosts.machines(2, None if fast else MBIT, **link))
-        processes = []
-        for box in boxes:
-            words = [
-                *("--arm", arm if arm in TORCH else "evenload", "--pids", str(pids)),
-                *("--out", str(folder), "--size", place.size),
-                *("--steps", str(steps or place.steps), "--validates", str(int(not steps))),
-                *("--offset", str(DELAY if "delay" in arm else 0)),
-                *("--every", "10" if "every 10" in arm else str(EVERY)),
-            ]
-            command = [
-                sys.executable,
-                str(SCRIPTS / "train_islands.py"),
-                *words,
-                "--store",
-                f"{boxes[0].address}:29600",
-            ]
-            if arm not in TORCH:
-                run = [sys.executable, "-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1"]
-                every = [] if "--sync-every" in options else ["--sync-every", str(EVERY)]
-                local = ["--strategy", "local", *every, *options]
-                command = [*run, *local, str(SCRIPTS / "train_islands.py"), *words]
-            own = folder / box.name
-            own.mkdir()
-            with (own / "screen").open("w") as screen:
-                environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"} if arm in TORCH else {}
-                processes.append(
-                    box.popen(
-                        ["env", *(f"{key}={value}" for key, value in environment.items()), *command],
-                        cwd=own,
-                        stdout=screen,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        try:
-            codes = [process.wait(250) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    if any(codes):
-        raise RuntimeError(f"{arm}: " + "\n".join((folder / box.name / "screen").read_text()[-1500:] for box in boxes))
-    parts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    words = [
+        *("--arm", arm if arm in TORCH else "evenload", "--steps", str(steps or place.steps)),
+        *("--validates", str(int(not steps)), "--offset", str(DELAY if "delay" in arm else 0)),
+        *("--every", "10" if "every 10" in arm else str(EVERY)),
+    ]
+    parts, _ = _on_two(place, arm, speeds, "train_islands.py", words, None if fast else MBIT, options)
     found = parts[0]
     found["step_s"] = max(part["step_s"] for part in parts)
     start_s = max(part["first_s"] for part in parts) - found["step_s"]
@@ -247,10 +218,99 @@ def _run(
     return dict(found)
 
 
+def _on_two(
+    place: _Place,
+    arm: str,
+    speeds: tuple[float, float],
+    script: str,
+    words: Sequence[str],
+    mbit: float | None,
+    options: Sequence[str] = (),
+    *,
+    limit_s: float | None = None,
+) -> tuple[list[dict[str, Any]], float]:
+    """Run a script on two machines; return what each rank found, and the seconds of a core that the relay took.
+
+    With `limit_s` the script is ended after so long.
+    """
+    folder = Path(tempfile.mkdtemp(dir=place.folder))
+    with ExitStack() as stack:
+        pids = stack.enter_context(quotas(dict(enumerate(speeds))))
+        link: dict[str, Any] = {} if mbit is None else {"delay_ms": DELAY_MS}
+        boxes = stack.enter_context(hosts.machines(2, mbit, **link))
+        words = ["--pids", str(pids), "--out", str(folder), "--size", place.size, *words]
+        processes = []
+        for box in boxes:
+            command = [sys.executable, str(SCRIPTS / script), *words, "--store", f"{boxes[0].address}:29600"]
+            if arm not in TORCH:
+                run = [sys.executable, "-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1"]
+                every = [] if "--sync-every" in options else ["--sync-every", str(EVERY)]
+                command = [*run, "--strategy", "local", *every, *options, str(SCRIPTS / script), *words]
+            own = folder / box.name
+            own.mkdir()
+            with (own / "screen").open("w") as screen:
+                environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"} if arm in TORCH else {}
+                processes.append(
+                    box.popen(
+                        ["env", *(f"{key}={value}" for key, value in environment.items()), *command],
+                        cwd=own,
+                        stdout=screen,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            codes = [process.wait(limit_s or 250) for process in processes]
+        except subprocess.TimeoutExpired:
+            if limit_s is None:
+                raise
+            codes = []
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        relay_s = sum(
+            sum(child.cpu_times()[:2])
+            for child in psutil.Process().children()
+            if "evenload.testing.relay" in child.cmdline()
+        )
+    if any(codes):
+        raise RuntimeError(f"{arm}: " + "\n".join((folder / box.name / "screen").read_text()[-1500:] for box in boxes))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], relay_s
+
+
+def _summed(place: _Place, arm: str) -> dict[str, Any]:
+    """Return what part of the speed of lone ranks the islands reach, from blocks that alternate in the same processes.
+
+    A block of islands is compared with the mean of the turns before and after it.
+    """
+    words = ["--warm", str(EVERY + EVERY // 2), "--block", str(EVERY), "--alone", str(ALONE_S)]
+    speeds = SPEEDS["1:0.5"]
+    parts, relay_s = _on_two(place, arm, speeds, "train_summed.py", words, MBIT, EVENLOAD[arm], limit_s=SUMMED_S)
+    # One rank may have ended a block more.
+    alone = [sum(pair) for pair in zip(*(part["alone"] for part in parts), strict=False)]
+    islands = [sum(pair) for pair in zip(*(part["islands"] for part in parts), strict=False)]
+    ratios = [here / ((low + high) / 2) for here, (low, high) in zip(islands, itertools.pairwise(alone), strict=True)]
+    return {
+        "arm": arm,
+        "ratios": ratios,
+        "alone_per_s": alone,
+        "islands_per_s": islands,
+        "relay_s": relay_s,
+        "ranks": parts,
+    }
+
+
 def table(result: dict[str, Any]) -> str:
     """One row for each arm."""
     if "skipped" in result:
         return f"skipped: {result['skipped']}"
+    if "ratios" in result:
+        cores = [f"{fmean(part['cores']):.2f}" for part in result["ranks"]]
+        return (
+            f"{result['arm']}: {median(result['ratios']):.3f} of the summed speed, by blocks "
+            f"{', '.join(f'{ratio:.3f}' for ratio in result['ratios'])}; ranks used {' and '.join(cores)} cores, the relay "
+            f"{result['relay_s']:.1f} s of one"
+        )
     if "arm" in result:
         return "\n".join(f"{n} steps, {seconds:.1f} s: {loss:.4f}" for n, seconds, loss in result["arm"]["curve"])
     lines = [

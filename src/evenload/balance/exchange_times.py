@@ -7,7 +7,7 @@ micro-batches: H = 2/3 · C / K · (1 - first bucket / all bytes). An exchange o
 
 with the latency of one small all-reduce, which is two rounds: over gloo a round takes a whole round trip of the link, because
 data wait for the receiver's word. `tail` is the last bucket, which leaves when the backward ends: with the gradient of a large
-first parameter, such as an embedding.
+first parameter, such as an embedding. On a CPU, codec counts in C and not in E: the cores that encode compute.
 Bandwidth is that of both directions in use at once.
 
 Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
@@ -64,6 +64,8 @@ class Work:
     num_micro: int = 1
     codec_s_per_value: Mapping[str, float] = field(default_factory=dict)
     """By format, the time to encode and decode a value; 0 if it is not known."""
+    encodes_on_cpu: bool = False
+    """The processor that computes encodes too, so the backward does not hide that."""
     whole_batch_s: tuple[float, ...] = ()
     """Of each rank, to compute a global batch by itself; empty if it is not known."""
     is_far: tuple[bool, ...] = ()
@@ -100,7 +102,9 @@ def wire_options(
         total_s = exchange_s(wire, size, link, num_machines, work)
         first, last = _end_buckets(size, bucket_sizes(size, link, num_machines, wire))
         hidden_s = _BACKWARD_SHARE * (1 - first) * work.compute_s / max(1, work.num_micro)
-        step_s = work.compute_s + max(min(total_s, last * total_s + link.latency_s / 2), total_s - hidden_s)
+        own_s = size.num_values * work.codec_s_per_value.get(wire, 0.0) if work.encodes_on_cpu else 0.0
+        sum_s = total_s - own_s
+        step_s = work.compute_s + own_s + max(min(sum_s, last * sum_s + link.latency_s / 2), sum_s - hidden_s)
         sent = sent_bytes(wire, size, num_machines)
         options.append(Option(f'wire="{wire}"', wire in EXACT_FORMATS, sent, total_s, step_s))
     return options
@@ -115,8 +119,8 @@ def local_options(size: GradientSize, link: Link, num_machines: int, work: Work,
             continue
         num_parts = LOCAL_FRAGMENTS if "fragments" in more else 1
         sum_s = exchange_s(wire, size, link, num_machines, work)
-        # Each fragment waits for a latency of its own, and what islands report to each other for another one.
-        total_s = sum_s + num_parts * link.latency_s
+        # Each fragment waits for a latency of its own, and what islands report to each other for another one, beside two steps.
+        total_s = sum_s + (num_parts - 1) * link.latency_s + max(0.0, link.latency_s - 2 * work.compute_s)
         each_s = total_s / sync_every
         step_s = max(work.compute_s, each_s) if num_parts > 1 else work.compute_s + each_s
         sent = sent_bytes(wire, size, num_machines) / sync_every

@@ -56,6 +56,16 @@ def test_on_a_fast_link_the_backward_hides_all_but_the_last_bucket() -> None:
     assert cheapest([fp32, int8], exact=False) is fp32
 
 
+def test_on_a_cpu_the_backward_does_not_hide_what_encodes() -> None:
+    link, costs = Link(1e-3, 125e6, 125e6, 125e6), {"int8": 8e-9}
+    small = GradientSize(1_000_000, 4, ((512, 512),) * 4)
+    on_gpu, on_cpu = (
+        cheapest(wire_options(small, link, 2, Work(0.1, 1, costs, is_cpu), ["fp32", "int8"]), exact=False).setting
+        for is_cpu in (False, True)
+    )
+    assert (on_gpu, on_cpu) == ('wire="int8"', 'wire="fp32"')
+
+
 def test_a_large_first_parameter_travels_alone_after_the_backward() -> None:
     link = Link(1e-4, 1e9, 1e9, 1e9)
     embedding, layers = (50_000, 160), ((1000, 1000),) * 8
@@ -74,12 +84,12 @@ def test_several_micro_batches_hide_less() -> None:
 
 def test_islands_exchange_once_in_sync_every_steps() -> None:
     once, fragments, int8 = local_options(SIZE, SLOW, 2, Work(0.5), 20)
-    # 2.56 s of bytes, a latency of the sum, and one for what islands report.
-    assert once.step_s == pytest.approx(0.5 + (2.56 + 2 * 0.04) / 20)
+    # 2.56 s of bytes, and a latency of the sum; what islands report travels beside two steps.
+    assert once.step_s == pytest.approx(0.5 + (2.56 + 0.04) / 20)
     assert once.sent_bytes == 32e6 / 20
     assert (fragments.step_s, fragments.is_exact) == (0.5, False)
     assert int8.step_s < once.step_s
-    assert local_options(SIZE, SLOW, 2, Work(0.01), 20)[1].step_s == pytest.approx((2.56 + 5 * 0.04) / 20)
+    assert local_options(SIZE, SLOW, 2, Work(0.01), 20)[1].step_s == pytest.approx((2.56 + 4 * 0.04 + 0.02) / 20)
     assert len(local_options(SIZE, SLOW, 2, Work(0.5), 1)) == 1
 
 

@@ -80,17 +80,13 @@ def test_blocks_hold_every_step(count: int) -> None:
 
 def test_times_are_exchanged_early_and_then_as_often_as_is_cheap() -> None:
     times = ReportTimes()
-    assert not times.is_due(1000)  # nothing to divide
-    times.latency_s = 0.04
+    times.cost_s = 0.08
     done, at = 0, []
-    times.set(done, times.gap)
-    while done < 300:
-        done += 1
-        if times.is_due(done):
-            at.append(done)
-            times.set(done, times.next_gap(0.5, has_moved=done == 128))
+    while (done := done + times.gap) < 300:
+        at.append(done)
+        times.gap = times.next_gap(0.5, has_moved=done == 128)
     assert at == [4, 8, 16, 32, 64, 96, 128, 136, 152, 184, 216, 248, 280]
-    # Two latencies are half a percent of 3200 steps of 5 ms, and two percent of 800.
+    # The wait is half a percent of 3200 steps of 5 ms, and two percent of 800.
     assert (times.next_gap(0.005, has_moved=True), times.next_gap(0.0, has_moved=True)) == (800, 8)
     times.gap = 3000
     assert times.next_gap(0.005, has_moved=False) == 3200

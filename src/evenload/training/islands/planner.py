@@ -11,6 +11,7 @@ Inside an island the part is split over its ranks as any global batch is (step/p
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from evenload.errors import ConfigError
 from evenload.training.comm.control import Control
 from evenload.training.comm.islands import IslandMap
 from evenload.training.data.places import BatchPlace, RoundPlanner
-from evenload.training.islands.shares import FEW, FIRST_GAP, PIECES, IslandShares
+from evenload.training.islands.shares import FEW, FIRST_GAP, LEAD, PIECES, IslandShares
 from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import Planner
 
@@ -125,7 +126,7 @@ class IslandPlanner(Planner, RoundPlanner):
     def place(self, step: int, global_step: int, num_steps: int) -> BatchPlace:
         length = min(self._sync_every - global_step % self._sync_every, num_steps - step)
         if self._cut_at is None:
-            self._cut_at = global_step + FIRST_GAP if self.adapts_parts else 0
+            self._cut_at = global_step + FIRST_GAP + LEAD if self.adapts_parts else 0
         if self._cut_at > global_step:
             length = min(length, self._cut_at - global_step)
         count = len(self.islands)
@@ -158,6 +159,11 @@ class IslandPlanner(Planner, RoundPlanner):
     def own_mean(self) -> float:
         """Samples of a batch of this island, on average."""
         return self._whole_size // len(self.islands) if self.by_speed else self.parts.means[self.islands.own]
+
+    @property
+    def steps_per_batch(self) -> int:
+        """The most steps of the run that an island goes on by with one of its batches."""
+        return math.ceil(self._sync_every / min(self.parts.means)) if self.by_speed else 1
 
     def speeds(self) -> tuple[float, ...]:
         """Return relative speeds of all ranks for work outside of steps; those of an island share its part evenly."""

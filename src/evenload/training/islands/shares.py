@@ -18,8 +18,10 @@ PIECES = 8
 """Of a sample or a batch that are divided among islands; more than one where a whole one is a large part of a share."""
 FEW = 64
 """Samples or batches for each island from which on a whole one is a small part."""
+LEAD = 2
+"""Steps from the rows of a report to what follows from them; see reports.py."""
 FIRST_GAP = 4
-"""Steps of a run until islands exchange times; the first has unusual times, and the balancer looks at three."""
+"""Steps of a run until islands send their times; the first has unusual times, and the balancer looks at three."""
 _LAST_GAP = 32
 _MOST_COST = 0.005
 """Part of the time that exchanges of times may take in the long run; four times as much while shares move."""
@@ -92,17 +94,9 @@ class ReportTimes:
 
     def __init__(self) -> None:
         self.gap = FIRST_GAP
-        self.latency_s = 0.0
-        """Seconds of the newest exchange in which no rank waited for another; an exchange of times and its answer take two."""
-        self._at: int | None = None
+        self.cost_s = math.inf
+        """The least that a report has made this rank wait."""
         self._num_exchanges = 0
-
-    def set(self, done: int, gap: int) -> None:
-        self.gap, self._at = gap, done + gap
-
-    def is_due(self, done: int) -> bool:
-        """Return whether times are exchanged after so many steps of the run; never before `set`."""
-        return self._at is not None and done >= self._at
 
     def next_gap(self, step_s: float, *, has_moved: bool) -> int:
         """Return the steps until the next exchange; `step_s` is what a step of this rank takes, 0 if unknown."""
@@ -113,7 +107,8 @@ class ReportTimes:
         return FIRST_GAP if self._num_exchanges == 1 else min(2 * self.gap, max(_LAST_GAP, self._cheap(step_s)))
 
     def _cheap(self, step_s: float) -> int:
-        return math.ceil(2 * self.latency_s / _MOST_COST / step_s) if step_s > 0 else _LAST_GAP
+        is_known = step_s > 0 and self.cost_s < math.inf
+        return math.ceil(self.cost_s / _MOST_COST / step_s) if is_known else _LAST_GAP
 
 
 def at_least_one(shares: Sequence[int], least: int = 1) -> tuple[int, ...]:

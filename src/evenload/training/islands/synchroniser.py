@@ -1,9 +1,9 @@
 """Synchronise islands every few steps: when, what they report to each other, and which weights are shown.
 
-    body of step s ends -> s + 1 = a multiple of sync_every: outer step (parallel/outer.py) -> one row of each rank:
-    times, units, loss, stop requests -> rank 0 divides the batch anew -> the next body
+    body of step s ends -> s + 1 = a multiple of sync_every: outer step (parallel/outer.py) -> what follows from the rows of all
+    ranks (times, units, loss, stop requests) some steps before (reports.py): rank 0 divides the batch anew -> the next body
 
-Times are exchanged between two synchronisations too (`ReportTimes`), which costs two latencies and sums nothing.
+Times are exchanged between two synchronisations too (`ReportTimes`), which sums nothing.
 With P fragments one is sent P times in this period, and used at the next of these times, or `sync_delay` steps later. A
 checkpoint needs synchronised weights: it is written at the end of a period, after all fragments were synchronised at once.
 """
@@ -24,8 +24,9 @@ from evenload.job import stop_requested
 from evenload.training.comm.control import Operation
 from evenload.training.comm.islands import IslandLink, IslandMap
 from evenload.training.islands.planner import IslandPlanner
+from evenload.training.islands.reports import IslandReports
 from evenload.training.islands.schedulers import FollowedScheduler, follow_all
-from evenload.training.islands.shares import NUM_BLOCKS, ReportTimes, blocks_of
+from evenload.training.islands.shares import LEAD, NUM_BLOCKS, ReportTimes, blocks_of
 from evenload.training.parallel.outer import OuterState
 from evenload.training.parallel.wire.outer_wire import OuterWire
 from evenload.training.step.context import TrainingContext
@@ -68,7 +69,11 @@ class IslandSynchroniser(StepListener):
         self._clean_at = 0
         """Number of steps after which the weights were those of all islands."""
         self._seconds: list[float] = []
+        self._step_s = 0.0  # mean of those in the newest report
         self._times = ReportTimes()
+        self._reports = IslandReports(context.groups)
+        self._report_at, self._lead = 0, LEAD
+        """Number of steps after which the next report counts, and how many before it its rows are sent."""
         self._sync_s = self._spent_s = 0.0
         self._loss_sum = self._loss_units = 0.0
         self._followed: list[FollowedScheduler] = []
@@ -165,15 +170,16 @@ class IslandSynchroniser(StepListener):
         due, count = done * self._num_fragments // self._every, self._num_fragments
         is_whole = due // count > self._num_slots // count
         takes = self._take_at is not None and done >= self._take_at
-        is_timed = self._times.is_due(done) and not self._is_inside
-        if due == self._num_slots and not takes and not is_timed:
+        is_due = done >= self._report_at and not self._is_inside
+        if due == self._num_slots and not takes and not is_due and self._reports.num_begun >= self._num_due(done):
             return
         began_s = time.perf_counter()
         with self._context.clock.segment("comm"):
             outer.check_frozen()
-            units = self._units()
-            if self._streams and is_whole:
-                self._report(self._spent_s)  # before the link is busy
+            units = self._units() if self._num_slots < due else 0.0
+            self._go_on_reporting(done)
+            if is_due and (self._streams or not is_whole):
+                self._end_report()
             sums_since_s = time.perf_counter()
             while self._num_slots < due:
                 index = self._num_slots % count
@@ -190,10 +196,8 @@ class IslandSynchroniser(StepListener):
                 self._take_at = None
             self._spent_s += time.perf_counter() - sums_since_s
             self._report_wire(outer)
-            if not is_whole and is_timed:
-                self._report(None)
-            elif is_whole and not self._streams:
-                self._report(self._spent_s)
+            if is_whole and not self._streams:
+                self._end_report()
         self._sync_s += time.perf_counter() - began_s
 
     def finish(self) -> None:
@@ -204,6 +208,11 @@ class IslandSynchroniser(StepListener):
         self._context.control.leave_loops()
         outer.hide()
         self.catch_up()  # a break may have left a body where it was due
+        if self._reports.num_begun or self._context.config.local_steps == "auto":
+            # Islands may have left a round at different steps, and each is to be as far as the others.
+            begun = self._context.control.exchange(Operation.SYNCHRONISE, [self._reports.num_begun])
+            if any(row[0] for row in begun):
+                self._go_on_reporting(self._report_at)
         if self.is_clean:
             return
         with self._context.clock.segment("comm"):
@@ -240,8 +249,8 @@ class IslandSynchroniser(StepListener):
         done = context.loop.steps_done
         self._clean_at, self._num_slots = done, done * self._num_fragments // self._every
         planner = self._loaders[0].planner
-        if isinstance(planner, IslandPlanner) and planner.adapts_parts:
-            self._report_next(done, self._times.gap)
+        is_timed = isinstance(planner, IslandPlanner) and planner.adapts_parts
+        self._report_next(done, self._times.gap + LEAD if is_timed else 0)
         self._followed = follow_all(context.registry.values()) if by_speed else []
         context.recorder.event("islands", self._describe(), islands=[list(ranks) for ranks in self._islands.ranks])
 
@@ -306,56 +315,70 @@ class IslandSynchroniser(StepListener):
             loop.step.commit()
             self.catch_up()
 
-    def _report(self, seconds: float | None) -> None:
-        """Exchange what islands know of each other, and divide the batch anew where that pays.
+    def _num_due(self, done: int) -> int:
+        """Return how many exchanges of the next report are to be begun after so many steps of the run."""
+        return (done >= self._report_at - self._lead) + (done >= self._report_at - self._lead // 2)
 
-        `seconds` were spent on sums since the synchronisation before; None between two of them, where only times count.
-        """
-        context, loop = self._context, self._context.loop
-        planner = self._loaders[0].planner
-        own_s = blocks_of(self._seconds)
-        step_s = sum(self._seconds) / max(len(self._seconds), 1)
-        self._seconds = []
-        if isinstance(planner, IslandPlanner) and planner.by_speed:
-            own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
-        row = [context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0]
-        if seconds is not None:
-            stops = stop_requested() and context.spec.mode == "train"
-            row[1:] = float(stops), float(self._asks), self._loss_sum, self._loss_units
-            self._asks, self._loss_sum, self._loss_units, self._spent_s = False, 0.0, 0.0, 0.0
-        rows = context.control.exchange(Operation.SYNCHRONISE, [*row, *own_s])
-        leaders = [rows[rank] for rank in self._islands.leaders]
-        if isinstance(planner, IslandPlanner) and planner.adapts_parts:
-            decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
-            gap = self._times.next_gap(step_s, has_moved=decision is not None)
-            began_s = time.perf_counter()
-            gap, *shares = context.control.agree([gap, *(() if decision is None else decision.shares)])
-            self._times.latency_s = time.perf_counter() - began_s
-            self._report_next(loop.steps_done, gap)
-            if shares:
-                self._divide(shares)
-        if seconds is None:
+    def _go_on_reporting(self, done: int) -> None:
+        """Take the next report as far as it is due after so many steps of the run. All ranks do it in the same order."""
+        reports, planner = self._reports, self._loaders[0].planner
+        if reports.num_begun == 0 < self._num_due(done):
+            own_s, self._step_s = blocks_of(self._seconds), sum(self._seconds) / max(len(self._seconds), 1)
+            self._seconds = []
+            if isinstance(planner, IslandPlanner) and planner.by_speed:
+                own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
+            row = [self._context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0]
+            if self._report_at % self._every == 0:
+                stops = stop_requested() and self._context.spec.mode == "train"
+                row[1:] = float(stops), float(self._asks), self._loss_sum, self._loss_units
+                self._asks, self._loss_sum, self._loss_units = False, 0.0, 0.0
+            reports.send_row([*row, *own_s])
+        if reports.num_begun == 1 < self._num_due(done):
+            reports.wait()
+            leaders = [reports.rows[rank] for rank in self._islands.leaders]
+            gap, shares = 0, [0] * len(leaders)
+            if isinstance(planner, IslandPlanner) and planner.adapts_parts:
+                decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
+                gap = self._times.next_gap(self._step_s, has_moved=decision is not None)
+                shares = shares if decision is None else list(decision.shares)
+            reports.send_decision([gap, *shares])
+
+    def _end_report(self) -> None:
+        """Do what follows from the report that is due: divide the batch anew where that pays, stop, and note the loss."""
+        context, loop, reports = self._context, self._context.loop, self._reports
+        planner, due = self._loaders[0].planner, self._report_at
+        gap, *shares = reports.end()
+        self._times.cost_s = min(self._times.cost_s, reports.waited_s)
+        if any(shares):
+            self._divide(shares)
+        self._report_next(due, gap)
+        if due % self._every:
             return
-        context.engine.elapsed_s = rows[0][0]
-        loop.stop_requested = loop.stop_requested or any(row[1] for row in rows)
-        self.owes_checkpoint = any(row[2] for row in rows)
+        context.engine.elapsed_s = reports.rows[0][0]
+        loop.stop_requested = loop.stop_requested or any(row[1] for row in reports.rows)
+        self.owes_checkpoint = any(row[2] for row in reports.rows)
+        leaders = [reports.rows[rank] for rank in self._islands.leaders]
         units = sum(row[4] for row in leaders)
         context.recorder.event(
             "synchronised",
             "",
             step=loop.steps_done,
-            seconds=seconds,
+            seconds=self._spent_s,
             num_bytes=0 if self._outer is None else self._outer.num_bytes,
             loss=sum(row[3] for row in leaders) / units if units else None,
             parts=list(planner.parts.means) if isinstance(planner, IslandPlanner) else [],
         )
+        self._spent_s = 0.0
 
     def _report_next(self, done: int, gap: int) -> None:
-        """Exchange times `gap` steps after `done`, unless a synchronisation comes first."""
-        self._times.set(done, gap)
-        for loader in self._loaders:
-            if isinstance(loader.planner, IslandPlanner):
-                loader.planner.cut_round(done + gap)
+        """Report at the next synchronisation after `done`, or `gap` steps after it, if that is sooner; 0: times do not count."""
+        planner, self._report_at = self._loaders[0].planner, (done // self._every + 1) * self._every
+        self._lead = LEAD * (planner.steps_per_batch if isinstance(planner, IslandPlanner) else 1)
+        if gap:
+            self._times.gap, self._report_at = gap, min(self._report_at, done + gap)
+            for loader in self._loaders:
+                if isinstance(loader.planner, IslandPlanner):
+                    loader.planner.cut_round(done + gap)
 
     def _report_wire(self, outer: OuterState) -> None:
         """Report once what the format of the wire sends and loses."""
@@ -380,6 +403,7 @@ class IslandSynchroniser(StepListener):
         for loader in self._loaders:
             if isinstance(loader.planner, IslandPlanner):
                 loader.planner.set_parts(shares)
+        self._seconds = []  # of the division before
         now = first.parts.means if isinstance(first, IslandPlanner) else ()
         if now == before:
             return

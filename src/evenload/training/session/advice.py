@@ -86,6 +86,7 @@ class LinkAdvice(StepListener):
             statistics.median(self._computed_s[1:]),
             plan.num_micro,
             codec_seconds(context.device, size),
+            context.device.type == "cpu",
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),
         )

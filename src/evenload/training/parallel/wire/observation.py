@@ -24,8 +24,8 @@ class GradientObservation:
     def __init__(self) -> None:
         self.num_calls = 0
         self._noise = 0.0
-        self._totals = torch.zeros(len(CODECS) + 3, dtype=torch.float64)
-        """Over calls and ranks: |g_r|², what each codec loses of it, seconds of codecs, seconds of computation."""
+        self._totals = torch.zeros(len(CODECS) + 4, dtype=torch.float64)
+        """Over calls and ranks: |g_r|², what each codec loses of it, seconds of codecs on CPUs, of codecs, of computation."""
         self.own = self._totals.clone()
         """The same of this rank in this call."""
         self._num_values = 0
@@ -52,6 +52,7 @@ class GradientObservation:
             self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
         seconds = time.perf_counter() - began_s
         self._num_values += bucket.memory.gradients.numel()
+        self.own[-3] += seconds * (values.device.type == "cpu")
         self.own[-2] += seconds
         self._began_s += seconds
         self.own[-1] = time.perf_counter() - self._began_s
@@ -64,11 +65,11 @@ class GradientObservation:
 
     def choose(self, size: GradientSize, link: Link, num_senders: int) -> tuple[str, str]:
         """Return a format and the reason."""
-        own, *lost = (float(value) for value in self._totals[:-2])
+        own, *lost = (float(value) for value in self._totals[:-3])
         per_call = self.num_calls * len([n for n in self._shares if n]) or 1
         codec_s, compute_s = (float(value) / per_call for value in self._totals[-2:])
         value_s = codec_s / len(CODECS) / max(1, self._num_values)
-        work = Work(compute_s, self._num_micro, dict.fromkeys(CHOICES[1:], value_s))
+        work = Work(compute_s, self._num_micro, dict.fromkeys(CHOICES[1:], value_s), bool(self._totals[-3] > 0))
         observed = ObservedGradients(own, self._noise, dict(zip(CHOICES[1:], lost, strict=True)))
         options = wire_options(size, link, num_senders, work, CHOICES)
         return choose_wire(observed, dict(zip(CHOICES, options, strict=True)))
