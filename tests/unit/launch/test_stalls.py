@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from evenload.training.comm.store import WaitLimits
 from evenload.training.elastic import stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
 from evenload.training.launch.membership_messages import Activity, Waits, from_line, to_line
@@ -64,7 +65,7 @@ def test_the_scripts_own_code_is_named_once_after_half_a_minute() -> None:
         found = monitor.judge(MEMBERS, (), now_s)
         assert not found.stalled
         told += list(found.absent.items())
-    assert told == [("b", "it has been between two steps for 30 s, last seen at train.py:40 in evaluate")]
+    assert told == [("b", "it has been in the script's own code for 30 s, last seen at train.py:40 in evaluate")]
 
 
 def test_a_stopped_process_is_stalled_unless_all_are_or_this_one_was() -> None:
@@ -126,18 +127,21 @@ def test_messages_travel_as_lines() -> None:
         assert from_line(to_line(message)) == message
 
 
+def _context(**clock: Any) -> Any:
+    return SimpleNamespace(
+        spec=SimpleNamespace(worker="w0"),
+        clock=SimpleNamespace(**clock),
+        loop=SimpleNamespace(in_backward=False),
+        control=SimpleNamespace(waits_since_s=0.0),
+        groups=SimpleNamespace(limits=WaitLimits(600.0, is_watched=True)),
+    )
+
+
 def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.02)
     sent: list[Any] = []
-    clock = SimpleNamespace(current="compute", since_s=0.0, reads=False)
-    context: Any = SimpleNamespace(
-        spec=SimpleNamespace(worker="w0"),
-        clock=clock,
-        loop=SimpleNamespace(in_backward=False),
-        control=SimpleNamespace(waits_since_s=0.0),
-    )
-    watch = stall_watch.StallWatch(context, sent.append)
-    watch.on_begin(None)  # type: ignore[arg-type]
+    watch = stall_watch.StallWatch(_context(current="compute", since_s=0.0, reads=False), sent.append)
+    watch.start()
 
     def use() -> weakref.ref[threading.Event]:
         held = threading.Event()
@@ -160,11 +164,10 @@ def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.01)
     sent: list[Any] = []
     clock = SimpleNamespace(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
-    loop = SimpleNamespace(in_backward=False)
-    control = SimpleNamespace(waits_since_s=0.0)
-    context: Any = SimpleNamespace(spec=SimpleNamespace(worker="w0"), clock=clock, loop=loop, control=control)
+    context = _context()
+    context.clock = clock
     watch = stall_watch.StallWatch(context, sent.append)
-    watch.on_begin(None)  # type: ignore[arg-type]
+    watch.start()
     try:
         end_s = time.monotonic() + 20
         while len(sent) < 3 and time.monotonic() < end_s:
