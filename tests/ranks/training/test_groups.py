@@ -70,7 +70,7 @@ def _late_transfer() -> list[float]:
         assert work is not None
         groups.begin_transfer(work).wait()
     if spec.rank == 0:
-        with pytest.raises(RuntimeError, match="ime(d )?out"):  # the script's own collectives keep the limit
+        with pytest.raises(RuntimeError, match=r"ime(d )?out"):  # the script's own collectives keep the limit
             dist.all_reduce(tensor)
     else:
         time.sleep(2.5)
