@@ -233,7 +233,10 @@ class Config:
         rank_0_only=True,
     )
     timeout_s: float = _setting(
-        600.0, SECONDS, "Time after which a collective that has not completed is an error.", commands=()
+        600.0,
+        SECONDS,
+        "Time after which a collective is an error; unless set, under `evenload run` only NCCL's and the script's own.",
+        commands=(),
     )
     fresh: bool = _setting(
         False,

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evenload.errors import ConfigError
 from evenload.training.checkpoint import files
-from evenload.training.comm import groups, store
+from evenload.training.comm import store
 from evenload.training.comm.groups import Groups
 from evenload.training.launch import throttle
 from evenload.training.launch.environment import detect
@@ -208,7 +208,7 @@ class FaultInjector:
     def _set_collectives(sum_async: Any, sum_statistics: Any, exchange: Any, wait_for_members: Any) -> None:
         Groups.sum_async, Groups.sum_statistics = sum_async, sum_statistics  # type: ignore[method-assign]
         ReportExchange.run = exchange  # type: ignore[method-assign]
-        setattr(groups, "wait_for_members", wait_for_members)  # noqa: B010 (not exported by that module)
+        store.wait_for_members = wait_for_members
 
     def _watch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = output if isinstance(output, list | tuple) else (output,)

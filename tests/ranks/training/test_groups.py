@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from evenload.errors import CheckpointError, DesyncError, PeerLostError
@@ -49,6 +50,35 @@ def test_abort_wakes_a_rank_that_waits_for_a_peer() -> None:
     (message, waited_s), _ = run_ranks(_abort, 2)
     assert "aborted" in message
     assert waited_s < 1.2
+
+
+def _late_transfer() -> list[float]:
+    """A rank comes later than `timeout_s` to an exchange, a sum and a transfer, in which the other waits."""
+    spec = detect()
+    groups = Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=1.0, is_watched=True)
+    tensor, found = torch.full((1000,), 1.0 + spec.rank), []
+    for _ in range(2):
+        time.sleep(2.5 * spec.rank)
+        found.append(float(Control(groups).exchange(Operation.ANY, [2.0])[1][0]))
+        time.sleep(2.5 * spec.rank)
+        groups.sum_async(tensor, on_host=True).wait()
+        time.sleep(2.5 * spec.rank)
+        if spec.rank:
+            work = dist.isend(tensor, group=groups.control, group_dst=0)
+        else:
+            work = dist.irecv(tensor, group=groups.control, group_src=1)
+        assert work is not None
+        groups.begin_transfer(work).wait()
+    if spec.rank == 0:
+        with pytest.raises(RuntimeError, match=r"ime(d )?out"):  # the script's own collectives keep the limit
+            dist.all_reduce(tensor)
+    else:
+        time.sleep(2.5)
+    return found
+
+
+def test_a_supervised_rank_waits_longer_than_the_limit_but_in_the_scripts_collectives() -> None:
+    assert run_ranks(_late_transfer, 2) == [[2.0, 2.0]] * 2
 
 
 def _desync() -> tuple[str, str]:

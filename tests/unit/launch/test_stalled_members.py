@@ -7,7 +7,7 @@ import pytest
 
 from evenload.rendezvous.peer_monitor import PeerMonitor
 from evenload.training.launch import late_losses, run_members
-from evenload.training.launch.membership_messages import Finished, MessageChannel, Suspects
+from evenload.training.launch.membership_messages import Finished, MessageChannel
 from evenload.training.launch.run_members import RunMembers
 from tests.unit.launch.test_membership_decider import started
 
@@ -85,15 +85,12 @@ def close_run(worker, members):
     assert worker.channel.ended
 
 
-@pytest.mark.parametrize("how", ["stopped", "suspected"])
-def test_a_stalled_rank_fails_the_run_where_another_has_closed_it(made, clock, how):
+def test_a_stalled_rank_fails_the_run_where_another_has_closed_it(made, clock):
     members, workers, _ = made
     members._can_start_again = lambda: True
     members._receive(members._decider, Finished("worker-1"))
     close_run(workers["worker-1"], members)
     workers["worker-2"].stopped = True
-    if how == "suspected":
-        members._receive(members._decider, Suspects("worker-0", "", "timed out"))
     poll(members, clock, 5.0)
     assert workers["worker-2"].killed and members._decider.pending is None, "nobody waits for worker-1, which has gone"
     assert members.end_cause.lost and "rank 2 (cpu)" in members.end_cause.text and "SIGSTOP" in members.end_cause.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from evenload.training.elastic import stall_watch
+from evenload.training.comm.store import WaitLimits
+from evenload.training.elastic import own_wait, stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
 from evenload.training.launch.membership_messages import Activity, Waits, from_line, to_line
 from evenload.training.launch.stalls import EVERY_S, StallMonitor
@@ -64,7 +66,56 @@ def test_the_scripts_own_code_is_named_once_after_half_a_minute() -> None:
         found = monitor.judge(MEMBERS, (), now_s)
         assert not found.stalled
         told += list(found.absent.items())
-    assert told == [("b", "it has been between two steps for 30 s, last seen at train.py:40 in evaluate")]
+    assert told == [("b", "it has been in the script's own code for 30 s, last seen at train.py:40 in evaluate")]
+
+
+def test_a_rank_that_others_wait_for_outside_of_a_step_is_named_once_in_each_wait_and_is_no_stall() -> None:
+    monitor = StallMonitor()
+    told = []
+    for index in range(320):
+        now_s, waited_s = 100 + index * EVERY_S, index % 160 * EVERY_S
+        segment, position = ("data", "train.py:40") if index >= 160 else ("other", f"train.py:{index}")
+        monitor.take(Activity("b", segment, 5 + waited_s, position), now_s)
+        monitor.take(Waits("a", waited_s, in_step=False), now_s)
+        found = monitor.judge(MEMBERS, (), now_s)
+        assert not found.stalled and not found.is_too_long
+        told += found.absent.values()
+    assert told == [
+        "it has been in the script's own code for 35 s, last seen at train.py:120",
+        "it has waited for samples for 35 s, last seen at train.py:40",
+    ]
+
+
+def test_a_rank_that_waited_before_may_stall_later_and_is_not_waited_for_for_ever() -> None:
+    monitor = StallMonitor()
+    monitor.judge(MEMBERS, (), 100.0)
+    monitor.take(Waits("b", 40.0, in_step=False), 100.0)
+    for now_s in (100.9, 101.8):
+        monitor.judge(MEMBERS, (), now_s)
+    for now_s, waited_s in ((102.0, 700.0), (102.1, 800.0)):
+        monitor.take(Activity("b", "data", waited_s), now_s)
+        monitor.take(Waits("a", waited_s, limit_s=750.0), now_s)
+        found = monitor.judge(MEMBERS, (), now_s)
+        assert "b" in found.stalled and found.is_too_long == (waited_s > 750)
+
+
+def test_ranks_that_all_wait_for_one_another_while_nothing_moves() -> None:
+    def judged(last: Activity, later_s: float = 0.0) -> float:
+        monitor = StallMonitor()
+        monitor.judge(MEMBERS, (), 100.0)
+        for message in (Activity("a", "wait", 200.0, "train.py:7 in main", stuck_s=200.0), last):
+            monitor.take(message, 100.5)
+        monitor.take(Activity("b", "optimizer", 9.0, stuck_s=150.0), 100.5 + later_s)
+        assert "rank 0 (cpu), last seen at train.py:7 in main\n  rank 1 (cpu)\n" in monitor.describe_deadlock(
+            MEMBERS, lambda name: "cpu", 9.0
+        )
+        return monitor.judge(MEMBERS, (), 100.6 + later_s).deadlock_s
+
+    assert judged(Activity("c", "comm", 900.0, stuck_s=900.0)) == 150.0
+    assert judged(Activity("c", "comm", 900.0)) == 0.0  # bytes move
+    assert judged(Activity("c", "other", 5000.0)) == 0.0  # the script's own code
+    assert judged(Activity("c", "comm", 900.0, stuck_s=900.0), later_s=5.0) == 0.0  # it reports nothing more
+    assert StallMonitor().judge(MEMBERS, (), 1.0).deadlock_s == 0.0
 
 
 def test_a_stopped_process_is_stalled_unless_all_are_or_this_one_was() -> None:
@@ -126,18 +177,21 @@ def test_messages_travel_as_lines() -> None:
         assert from_line(to_line(message)) == message
 
 
+def _context(**clock: Any) -> Any:
+    return SimpleNamespace(
+        spec=SimpleNamespace(worker="w0"),
+        clock=SimpleNamespace(**clock),
+        loop=SimpleNamespace(in_backward=False),
+        control=SimpleNamespace(waits_since_s=0.0),
+        groups=SimpleNamespace(limits=WaitLimits(600.0, is_watched=True)),
+    )
+
+
 def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.02)
     sent: list[Any] = []
-    clock = SimpleNamespace(current="compute", since_s=0.0, reads=False)
-    context: Any = SimpleNamespace(
-        spec=SimpleNamespace(worker="w0"),
-        clock=clock,
-        loop=SimpleNamespace(in_backward=False),
-        control=SimpleNamespace(waits_since_s=0.0),
-    )
-    watch = stall_watch.StallWatch(context, sent.append)
-    watch.on_begin(None)  # type: ignore[arg-type]
+    watch = stall_watch.StallWatch(_context(current="compute", since_s=0.0, reads=False), sent.append)
+    watch.start()
 
     def use() -> weakref.ref[threading.Event]:
         held = threading.Event()
@@ -155,16 +209,54 @@ def test_the_watch_keeps_nothing_of_a_function_that_has_returned(monkeypatch: py
         watch.close()
 
 
+def test_a_wait_in_which_something_moves_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0, bytes=5_000_000, begun=0)
+    monkeypatch.setattr(own_wait, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(own_wait, "num_tcp_bytes", lambda: now.bytes)
+    monkeypatch.setattr(own_wait, "user_collectives", lambda own: now.begun)
+    code = compile(
+        "def exchange():\n    return sys._getframe()\nframe = exchange()", "evenload/training/comm/a.py", "exec"
+    )
+    names: dict[str, Any] = {"sys": sys}
+    exec(code, names)
+    wait = own_wait.OwnWait(_context(since_s=0.0))
+
+    def waited(seconds: float, frame: Any = names["frame"]) -> float:
+        now.s += seconds
+        return wait.seconds(frame)
+
+    assert waited(0) == 0 and waited(10) == 10 and waited(20) == 30
+    now.bytes += 1000  # of a store that is polled
+    assert waited(5) == 35
+    now.bytes += 100_000
+    assert waited(5) == 0 and waited(5) == 5
+    now.begun += 1
+    assert waited(5) == 0 and waited(5) == 5
+    assert waited(5, sys._getframe()) == 0  # the script's own code
+    assert waited(5) == 0 and waited(5) == 5
+
+
+def test_bytes_of_open_connections_are_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            before = own_wait.num_tcp_bytes()
+            one.sendall(bytes(1 << 16))
+            received = 0
+            while received < 1 << 16:
+                received += len(other.recv(1 << 16))
+            assert own_wait.num_tcp_bytes() - before >= 1 << 16
+
+
 def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An iterable dataset is read before `step.backward`, and its ranks wait for one another there."""
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.01)
     sent: list[Any] = []
     clock = SimpleNamespace(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
-    loop = SimpleNamespace(in_backward=False)
-    control = SimpleNamespace(waits_since_s=0.0)
-    context: Any = SimpleNamespace(spec=SimpleNamespace(worker="w0"), clock=clock, loop=loop, control=control)
+    context = _context()
+    context.clock = clock
     watch = stall_watch.StallWatch(context, sent.append)
-    watch.on_begin(None)  # type: ignore[arg-type]
+    watch.start()
     try:
         end_s = time.monotonic() + 20
         while len(sent) < 3 and time.monotonic() < end_s:

@@ -2,13 +2,12 @@
 
 import socket
 import time
-from datetime import timedelta
 
 import pytest
 
 from evenload.errors import PeerLostError
 from evenload.training.comm.generation import Membership
-from evenload.training.comm.store import connect
+from evenload.training.comm.store import WaitLimits, connect
 
 
 def test_a_store_that_is_gone_is_given_up_for_the_next_change():
@@ -20,5 +19,5 @@ def test_a_store_that_is_gone_is_given_up_for_the_next_change():
 
     began_s = time.monotonic()
     with pytest.raises(PeerLostError, match="the coordinator is lost"):
-        connect(Membership(1, ("worker-0", "worker-1"), f"127.0.0.1:{port}"), 0, timedelta(seconds=600), check)
+        connect(Membership(1, ("worker-0", "worker-1"), f"127.0.0.1:{port}"), 0, WaitLimits(600.0), check)
     assert time.monotonic() - began_s < 10

@@ -28,10 +28,10 @@ from evenload.training.comm.generation import ComputingGroups, Generation, Membe
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
-from evenload.training.comm.pending import Pending, PendingCollectives
+from evenload.training.comm.pending import Pending, PendingCollectives, limited
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
-from evenload.training.comm.store import connect, late_connections, wait_for_members
+from evenload.training.comm.store import WaitLimits, connect, join, late_connections, new_group
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
@@ -47,6 +47,9 @@ _ended: list[Store | dist.ProcessGroup | None] = []
 class Groups:
     """The process groups of the current generation; nothing else in Evenload makes or ends one."""
 
+    _may_come_late = True
+    """In a process group of the script's, some may not have called evenload.init yet."""
+
     def __init__(
         self,
         membership: Membership,
@@ -57,15 +60,17 @@ class Groups:
         gpu: str = "",
         inner_backend: str = "",
         has_wire: bool = False,
+        is_watched: bool = False,
     ) -> None:
         """Join all workers of `membership`; return when all have joined.
 
         `backend` and `inner_backend` are those of `WorkerSpec`; `gpu` identifies this rank's among all machines, and is empty
-        for a CPU; `has_wire`: make `Generation.wire`. LaunchError if the store or the peers can't be reached within `timeout_s`.
+        for a CPU; `has_wire`: make `Generation.wire`; `is_watched`: a supervisor finds ranks that are lost, so only the script's
+        own collectives and those of NCCL end after `timeout_s`. LaunchError if the store or the peers can't be reached.
         """
-        self.timeout_s = timeout_s
+        self.limits = WaitLimits(timeout_s, is_watched)
+        self.timeout_s = self.limits.wait_s
         self.closed = False
-        self._timeout = timedelta(seconds=timeout_s)
         self._wanted_backend = backend
         self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
@@ -289,7 +294,7 @@ class Groups:
             # The user's tensors may be on the CPU, too, which NCCL doesn't take.
             backend = "cpu:gloo,cuda:nccl" if self._inner.backend_of(key) == "nccl" else "gloo"
             with late_connections():
-                self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
+                self._subsets[key] = dist.new_group(list(key), timedelta(seconds=self.limits.timeout_s), backend)
         return self._subsets[key]
 
     def close(self) -> None:
@@ -328,16 +333,10 @@ class Groups:
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = connect(membership, rank, self._timeout, check)
+                    self._store = connect(membership, rank, self.limits, check)
                 keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
-                wait_for_members(keys, rank, world_size, self._timeout, check)
-                dist.init_process_group(
-                    backend="cpu:gloo,cuda:nccl" if self._wanted_backend == "nccl" else "gloo",
-                    store=keys,
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=self._timeout,
-                )
+                backend = "cpu:gloo,cuda:nccl" if self._wanted_backend == "nccl" else "gloo"
+                join(keys, rank, world_size, backend, self.limits, check)
                 self._made = True
             except (RuntimeError, ValueError) as error:
                 why = "every rank must call evenload.init, within timeout_s"
@@ -346,16 +345,18 @@ class Groups:
                 where = f"the other {world_size - 1} ranks at {membership.store}"
                 raise LaunchError(f"rank {rank} could not join {where}: {error}; {why}") from error
         try:
-            control = self._make_group(everyone, "gloo")
-            assert control is not None  # every rank is in it
-            gather = self._gather_in(control)
-            now = Generation(membership.number, membership, rank, everyone, everyone, control)
-            self._inner = find_inner(self._inner_backend, self._gpu, gather)
-            self._hosts = find_hosts(gather)
-            rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
-            if rows is None and world_size >= LEAST_MEMBERS:
-                self._gather_rows = self._gather_among(everyone)
-            made = self._groups_of[everyone] = self._make_groups(now, everyone)
+            limit_s = self.timeout_s if self.adopted and self._may_come_late else self.limits.setup_s
+            with limited(limit_s, self._collectives.fail, f"they did not answer within {limit_s:g} s"):
+                control = self._make_group(everyone, "gloo")
+                assert control is not None  # every rank is in it
+                gather = self._gather_in(control)
+                now = Generation(membership.number, membership, rank, everyone, everyone, control)
+                self._inner = find_inner(self._inner_backend, self._gpu, gather)
+                self._hosts = find_hosts(gather)
+                rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
+                if rows is None and world_size >= LEAST_MEMBERS:
+                    self._gather_rows = self._gather_among(everyone)
+                made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
         return replace(now, rows=rows, hosts=self._hosts.hosts, **vars(made))
@@ -411,9 +412,7 @@ class Groups:
         return self._make_group(ranks, self._inner.backend_of(ranks)) if len(ranks) > 1 else None
 
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        with late_connections():
-            group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
-        return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
+        return new_group(ranks, backend, self.limits)
 
 
 RankGroup = Groups | Subset

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Generation, Membership
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.pending import Pending
+from evenload.training.comm.store import late_connections, new_group
 from evenload.training.comm.wire_groups import NUM_STAGES, WireGroups
 
 
@@ -83,6 +83,8 @@ def find_islands(
 class IslandGroups(Groups):
     """The groups of one island: a job of its own to everything inside a step. Ranks count from 0 within it."""
 
+    _may_come_late = False
+
     def __init__(self, world: Groups, islands: IslandMap, **options: Any) -> None:
         """Only the members of an island call it together; `options` are those of `Groups`."""
         self._world_ranks = islands.members
@@ -100,7 +102,8 @@ class IslandGroups(Groups):
 
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         members = [self._world_ranks[rank] for rank in ranks]
-        group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
+        with late_connections():
+            group = dist.new_group(members, self.limits.of(backend), backend, use_local_synchronization=True)
         return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -114,12 +117,11 @@ class IslandLink:
         self.num_islands = len(islands)
         leaders = tuple(sorted(islands.leaders))  # as torch orders a group
         on_gpus = set(leaders) <= set(world.nccl_ranks)
-        made: list[object] = []
+        made: list[dist.ProcessGroup | None] = []
         if len(islands) > 1:
-            timeout, backend = timedelta(seconds=world.timeout_s), "nccl" if on_gpus else "gloo"
-            made = [dist.new_group(list(leaders), timeout, backend) for _ in range(NUM_STAGES if has_wire else 1)]
-        # The others get a mark that is no group.
-        stages = tuple(group for group in made if isinstance(group, dist.ProcessGroup))
+            backend = "nccl" if on_gpus else "gloo"
+            made = [new_group(leaders, backend, world.limits) for _ in range(NUM_STAGES if has_wire else 1)]
+        stages = tuple(group for group in made if group is not None)
         self.groups = WireGroups(leaders, leaders.index(islands.members[0]), bool(stages), None, stages, on_gpus)
         """Of the first ranks, one from each island."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -123,3 +125,15 @@ class PendingCollectives:
     def reopen(self) -> None:
         """Begin a generation."""
         self._failure = None
+
+
+@contextmanager
+def limited(limit_s: float, end: Callable[[str], None], reason: str) -> Iterator[None]:
+    """Call `end` with the reason, in a thread, if the body takes longer."""
+    timer = threading.Timer(limit_s, end, (reason,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

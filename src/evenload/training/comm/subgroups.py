@@ -140,4 +140,4 @@ def subset_of(group: object, groups: Groups) -> Subset | None:
             f"run.reduce(group=...): that group has the backend {backends} alone, and numbers travel over the CPU; make it with "
             "run.group"
         )
-    return Subset(group, groups.rank, ranks, groups.timeout_s, groups.closed, groups.gone)  # type: ignore[arg-type]
+    return Subset(group, groups.rank, ranks, groups.limits.timeout_s, groups.closed, groups.gone)  # type: ignore[arg-type]

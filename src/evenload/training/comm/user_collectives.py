@@ -25,7 +25,7 @@ def user_collectives(own: Collection[dist.ProcessGroup | None]) -> int:
     if not dist.is_initialized():
         return 0
     total, own_ids = 0, set(map(id, own))
-    for group in _world.pg_map:
+    for group in list(_world.pg_map):  # another thread may make one
         if id(group) in own_ids:
             continue
         try:

@@ -6,11 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from evenload.errors import PeerLostError
-from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel, Suspects
+from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel
 
-_SUSPECTS_AFTER_S = 2.0
-"""A collective that failed for so long without a change is reported: the supervisor may not know why."""
 _POLL_S = 0.1
 """Longest wait without a look at signals, which only the main thread handles."""
 
@@ -41,24 +38,16 @@ class MembershipChanges:
     def send(self, message: Message) -> None:
         self._channel.send(message)
 
-    def wait(self, after: int, timeout_s: float, error: PeerLostError | None = None) -> MembershipChange | None:
-        """Return the newest change with a number above `after` that concerns this worker; None if none comes in time.
-
-        With the `error` of a collective it is reported to the supervisor, if it does not know of a loss itself.
-        """
+    def wait(self, after: int, timeout_s: float) -> MembershipChange | None:
+        """Return the newest change with a number above `after` that concerns this worker; None if none comes in time."""
         began_s = time.monotonic()
-        reported = error is None
         with self._arrived:
             while True:
                 change = self.newest
                 if change is not None and change.number > after and self._worker in (*change.workers, *change.left):
                     return change
-                waited_s = time.monotonic() - began_s
-                if waited_s >= timeout_s or self._channel.ended:
+                if time.monotonic() - began_s >= timeout_s or self._channel.ended:
                     return None
-                if not reported and waited_s >= _SUSPECTS_AFTER_S:
-                    reported = True
-                    self.send(Suspects(self._worker, "", str(error)))
                 self._arrived.wait(_POLL_S)
 
     def _read(self) -> None:

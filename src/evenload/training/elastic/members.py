@@ -99,6 +99,7 @@ class Members(StepListener):
         )
         self.stall_watch = StallWatch(context, self._changes.send)
         """A listener of the loop."""
+        self.stall_watch.start()
         context.control.guard = self.repeat
         context.control.after_others_gather = self._end_others_gather
         context.engine.continue_with(self)
@@ -182,7 +183,7 @@ class Members(StepListener):
         if not self._is_capable or groups.closed:
             raise error
         while True:
-            change = self._changes.wait(self._tried, groups.timeout_s, error)
+            change = self._changes.wait(self._tried, groups.limits.setup_s)
             if change is None:
                 raise error
             try:

@@ -1,4 +1,4 @@
-"""`StallWatch`: a thread that reports once a second what this rank does, and a wait that is longer than steps explain."""
+"""`StallWatch`: a thread that reports once a second what this rank does, and how long it waits for others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from types import FrameType
 
+from evenload.training.elastic import own_wait
+from evenload.training.elastic.own_wait import OwnWait
 from evenload.training.launch.failure import is_users_file
 from evenload.training.launch.membership_messages import Activity, Message, Waits
 from evenload.training.step.context import TrainingContext
@@ -58,6 +60,7 @@ class StallWatch(StepListener):
         self._context = context
         self._send = send
         self._main = threading.main_thread().ident or 0
+        self._own_wait = OwnWait(context)
         self._deadline = StepDeadline()
         self._starts = True
         """The first step of a loop runs, in which loaders start."""
@@ -68,9 +71,8 @@ class StallWatch(StepListener):
     def rests(self) -> bool:
         return self._thread.is_alive() and not self._starts
 
-    def on_begin(self, step: Step) -> None:
-        if not self._thread.is_alive() and not self._closed.is_set():
-            self._thread.start()
+    def start(self) -> None:
+        self._thread.start()
 
     def on_trained(self, step: Step) -> None:
         read_s = 0.0 if self._starts else self._context.clock.read_s
@@ -87,22 +89,25 @@ class StallWatch(StepListener):
             self._thread.join()
 
     def _run(self) -> None:
-        worker, clock = self._context.spec.worker, self._context.clock
+        worker, clock, limits = self._context.spec.worker, self._context.clock, self._context.groups.limits
         is_second = False
         while not self._closed.wait(_EVERY_S):
+            frame = sys._current_frames().get(self._main)
+            idle_s, excuse, position = self._own_wait.seconds(frame), find_excuse(frame), find_position(frame)
+            del frame  # it keeps what a function had that has returned, such as a loop that was left
             segment, seconds = clock.current, time.perf_counter() - clock.since_s
             if (since_s := self._context.control.waits_since_s) and segment not in ("wait", "comm"):
                 segment, seconds = "wait", time.monotonic() - since_s
             waits = self._context.loop.in_backward or clock.reads
             if waits and segment in ("wait", "comm") and seconds > self._deadline.seconds:
-                self._send(Waits(worker, seconds))
+                self._send(Waits(worker, seconds, limit_s=limits.timeout_s))
+            elif idle_s > _LEAST_DEADLINE_S:
+                self._send(Waits(worker, idle_s, in_step=False, limit_s=limits.timeout_s))
             is_second = not is_second
             if is_second:
-                frame = sys._current_frames().get(self._main)
-                starts = self._starts and seconds < _FIRST_DEADLINE_S
-                excuse, position = "its loader starts" if starts else find_excuse(frame), find_position(frame)
-                del frame  # it keeps what a function had that has returned, such as a loop that was left
-                self._send(Activity(worker, segment, seconds, position, excuse))
+                excuse = "its loader starts" if self._starts and seconds < _FIRST_DEADLINE_S else excuse
+                stuck_s = idle_s if limits.is_watched and idle_s >= own_wait.STUCK_S else 0.0
+                self._send(Activity(worker, segment, seconds, position, excuse, stuck_s))
 
 
 def find_position(frame: FrameType | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import socket
 import threading
 import time
@@ -102,16 +103,6 @@ class Switched:
 
 
 @dataclass(frozen=True)
-class Suspects:
-    """Worker to supervisor: a collective failed, or waits past the learned deadline; the supervisor decides."""
-
-    worker: str
-    suspect: str
-    """Id of the worker that others wait for; empty if this worker can't name one."""
-    reason: str
-
-
-@dataclass(frozen=True)
 class Activity:
     """Worker to supervisor, once a second: what the worker's main thread does."""
 
@@ -124,14 +115,20 @@ class Activity:
     """The line of the user's code, such as ``train.py:31 in __getitem__``; empty if there is none."""
     excuse: str = ""
     """Why a long segment is no stall, such as ``it compiles``."""
+    stuck_s: float = 0.0
+    """Seconds for which it has waited for other ranks while nothing moved, if nothing else ends that; 0 for a short time."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Worker to supervisor, once a second: a collective in a backward waits past the learned deadline."""
+    """Worker to supervisor, twice a second: it waits for other ranks, in a step past the learned deadline."""
 
     worker: str
     seconds: float
+    in_step: bool = True
+    """In a backward, or to read an iterable dataset; False: wherever the script calls all ranks."""
+    limit_s: float = math.inf
+    """Time after which the run ends if they wait for a rank that stalls, and can't go on without it."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +145,9 @@ class Finished:
     worker: str
 
 
-Message = MembershipChange | Capable | Ready | Switched | Suspects | Activity | Waits | Leaving | Finished
+Message = MembershipChange | Capable | Ready | Switched | Activity | Waits | Leaving | Finished
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (MembershipChange, Capable, Ready, Switched, Suspects, Activity, Waits, Leaving, Finished)
+    kind.__name__: kind for kind in (MembershipChange, Capable, Ready, Switched, Activity, Waits, Leaving, Finished)
 }
 _NAMES = ("workers", "joined", "left", "device_names")
 

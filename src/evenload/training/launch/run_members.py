@@ -47,7 +47,6 @@ from evenload.training.launch.membership_messages import (
     LostWorker,
     Message,
     Ready,
-    Suspects,
     Switched,
     Waits,
 )
@@ -284,7 +283,7 @@ class RunMembers:
                 self._print(before.text(self.where, self._next_step))
                 self._announced_s = 0.0  # what the next coordinator must know has changed
             self._act(instructions)
-        elif isinstance(message, Suspects | Activity | Waits):
+        elif isinstance(message, Activity | Waits):
             self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
@@ -295,6 +294,9 @@ class RunMembers:
         found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
+        if found.deadlock_s and len(members) == len(decider.members):
+            text = self._stalls.describe_deadlock(members, self.where, found.deadlock_s)
+            self.end_cause = self.end_cause or FailureCause(text, 1, time_s=time.time())
         losses: list[LostWorker] = []
         for name, reason in found.stalled.items():
             if self._workers[name].poll() is not None:
@@ -304,6 +306,10 @@ class RunMembers:
             why = decider.why_not_without(names) or self._late.why_not(decider, names)
             if not why or self._can_start_again():
                 losses.append(LostWorker(name, text, time.time()))
+            elif found.is_too_long:
+                self.end_cause = self.end_cause or FailureCause(
+                    f"{text}\nthe run can't go on: {why}", 1, time_s=time.time()
+                )
             elif name not in self._reported_stalls:
                 self._reported_stalls.add(name)
                 self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")

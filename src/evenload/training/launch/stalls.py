@@ -3,29 +3,31 @@
 A rank is stalled if the others wait for it past their deadline while it reads samples or computes all that time: a loader that
 hangs, a device that hangs. So is a process that is stopped (SIGSTOP). Two kinds of ranks are left alone: one that starts its
 loader, compiles or writes a checkpoint, and one that runs the script's own code between two steps, which may take as long as the
-script wants.
+script wants. If all wait for one another, and nothing moves, none of them is to blame: a deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from evenload.training.launch.membership_messages import Activity, Suspects, Waits
+from evenload.training.launch.membership_messages import Activity, Waits
 
 STOPPED_S = 4.0
 """A process that is stopped for so long is stalled, whatever it did."""
 EVERY_S = 0.25
 _LONGEST_GAP_S = 1.0
 """After a longer time without a look this process itself was stopped, and what it knows is old."""
-_OPINIONS_S = 0.3
-"""Time from the first suspicion to the decision, for the opinions of the other ranks."""
 _WAIT_LASTS_S = 1.3
 """A worker that waits says so every half second."""
+_FRESH_S = 3.0
+"""A worker reports once a second."""
 _SAME_WAIT = 0.8
 """A stalled rank entered its segment at most a little later than the others began to wait."""
 _ABSENT_S = 30.0
 """A wait for the script's own code on one rank is reported after so long."""
+_OWN_CODE = "it has been in the script's own code"
 _IN_STEP = {"data": "it has waited for samples", "compute": "it has been in forward or backward"}
 
 
@@ -34,7 +36,11 @@ class StallFindings:
     stalled: dict[str, str]
     """Worker -> reason, for people."""
     absent: dict[str, str]
-    """Workers for whose own code the others wait for long, each reported once."""
+    """Workers for whose own code the others wait for long, each reported once in a wait."""
+    is_too_long: bool
+    """The others have waited for those that stall so long that they don't go on waiting."""
+    deadlock_s: float
+    """Seconds for which all have waited for one another while nothing moved; 0 if they don't."""
 
 
 class StallMonitor:
@@ -45,24 +51,17 @@ class StallMonitor:
         self._waits: dict[str, tuple[Waits, float]] = {}
         self._stopped_since_s: dict[str, float] = {}
         self._judged_s = 0.0
-        self._reported: set[tuple[str, str]] = set()
-        self._suspects: dict[str, Suspects] = {}
-        """The newest suspicion of each worker."""
-        self._suspected_s = 0.0
+        self._reported: set[str] = set()
 
-    def take(self, message: Activity | Waits | Suspects, now_s: float) -> None:
+    def take(self, message: Activity | Waits, now_s: float) -> None:
         if isinstance(message, Activity):
             self._activities[message.worker] = message, now_s
-        elif isinstance(message, Waits):
-            self._waits[message.worker] = message, now_s
         else:
-            self._suspected_s = self._suspected_s if self._suspects else now_s
-            self._suspects[message.worker] = message
+            self._waits[message.worker] = message, now_s
 
     def begin_generation(self) -> None:
-        """Forget who waits, and for whom: the members change."""
+        """Forget who waits: the members change."""
         self._waits.clear()
-        self._suspects.clear()
 
     def is_due(self, now_s: float) -> bool:
         return now_s - self._judged_s >= EVERY_S
@@ -73,7 +72,7 @@ class StallMonitor:
             self._stopped_since_s.clear()
             self._waits.clear()
         self._judged_s = now_s
-        stalled = self._most_suspected(members, stopped, now_s)
+        stalled: dict[str, str] = {}
         if len(stopped) < len(members):  # whoever stops all of them means it
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
             for name, since_s in self._stopped_since_s.items():
@@ -81,35 +80,41 @@ class StallMonitor:
                     stalled[name] = (
                         f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s{self._where(name)}"
                     )
-        waits_s = [wait.seconds for wait, at_s in self._waits.values() if now_s - at_s <= _WAIT_LASTS_S]
+        waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
+        waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
+        in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)
+        if waits and waits_s < _ABSENT_S:
+            self._reported.clear()
         absent: dict[str, str] = {}
-        for name in members if waits_s else ():
-            if name in self._waits or name not in self._activities or name in stalled:
+        for name in members if waits else ():
+            if name in waits or name not in self._activities or name in stalled:
                 continue
             activity, at_s = self._activities[name]
             seconds = activity.seconds + now_s - at_s  # one that reports nothing more is still there
-            if seconds < _SAME_WAIT * min(waits_s) or activity.segment in ("wait", "comm", "compile"):
+            if seconds < _SAME_WAIT * waits_s or activity.segment in ("wait", "comm", "compile"):
                 continue
-            if (what := _IN_STEP.get(activity.segment)) is not None:
+            what = _IN_STEP.get(activity.segment)
+            if what is not None and seconds >= _SAME_WAIT * in_step_s:
                 if not activity.excuse:
                     stalled[name] = f"{what} for {seconds:.1f} s{self._where(name)}"
-            elif min(waits_s) >= _ABSENT_S and (name, activity.position) not in self._reported:
-                self._reported.add((name, activity.position))
-                absent[name] = f"it has been between two steps for {seconds:.0f} s{self._where(name)}"
-        return StallFindings(stalled, absent)
+            elif waits_s >= _ABSENT_S and name not in self._reported:
+                self._reported.add(name)
+                absent[name] = f"{what or _OWN_CODE} for {seconds:.0f} s{self._where(name)}"
+        is_too_long = bool(waits) and waits_s >= max(wait.limit_s for wait in waits.values())
+        return StallFindings(stalled, absent, is_too_long, self._deadlock_s(members, now_s))
 
-    def _most_suspected(self, members: Sequence[str], stopped: Collection[str], now_s: float) -> dict[str, str]:
-        """Return the one without whom a collective has failed, in the opinion of most; it is the stopped one, if there is one."""
-        if not self._suspects or now_s - self._suspected_s < _OPINIONS_S:
-            return {}
-        said, self._suspects = [*self._suspects.values()], {}
-        is_one = 0 < len(stopped) < len(members)  # whoever stops all of them means it
-        named = [*stopped] if is_one else [one.suspect for one in said if one.suspect in members]
-        if not named:
-            return {}
-        suspect = max(named, key=lambda name: (named.count(name), members.index(name)))
-        reason = next((one.reason for one in said if one.suspect == suspect), "a collective has failed")
-        return {suspect: f"its process is stopped (SIGSTOP): {reason}" if suspect in stopped else reason}
+    def _deadlock_s(self, members: Sequence[str], now_s: float) -> float:
+        known = [self._activities[name] for name in members if name in self._activities]
+        fresh = [activity.stuck_s for activity, at_s in known if now_s - at_s <= _FRESH_S]
+        return min(fresh) if 1 < len(fresh) == len(members) else 0.0
+
+    def describe_deadlock(self, members: Sequence[str], device_of: Callable[[str], str], seconds: float) -> str:
+        places = [f"\n  rank {n} ({device_of(name)}){self._where(name)}" for n, name in enumerate(members)]
+        return (
+            f"all ranks have waited for one another for {seconds:.0f} s, and nothing was sent or received:{''.join(places)}\n"
+            "either they call different things, such as a run.reduce on one rank and a collective of torch on another, or the "
+            "network between two of them drops packets. If they need longer, set init(timeout_s=...)"
+        )
 
     def _where(self, name: str) -> str:
         activity, _ = self._activities.get(name, (None, 0.0))

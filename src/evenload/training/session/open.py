@@ -40,6 +40,7 @@ from evenload.training.compute.precision import Precision
 from evenload.training.data.randomness import mix
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
+from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
 from evenload.training.launch.run_control import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
@@ -97,6 +98,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         # `Groups` checks whether each rank has a GPU of its own.
         "backend": spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
         "timeout_s": config.timeout_s,
+        "is_watched": is_watched(config, spec) and "timeout_s" not in config.sources,
         "gpu": _gpu(device),
         "inner_backend": spec.inner_backend,
         "has_wire": sums_encoded,
@@ -204,6 +206,12 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         wire,
         link,
     )
+
+
+def is_watched(config: Config, spec: WorkerSpec) -> bool:
+    """Return whether a supervisor watches this rank, and lets others go on when it is lost."""
+    trains = spec.mode == "train" and not async_run.is_asynchronous(config, spec)
+    return MessageChannel.is_free(spec.channel) and trains and not config.dry_run
 
 
 def _check_local(config: Config, mode: str) -> None:

@@ -33,7 +33,6 @@ from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
-from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.print_once import warn_once
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
@@ -42,6 +41,7 @@ from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.live_objects import live_objects
+from evenload.training.session.open import is_watched
 from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -82,7 +82,7 @@ class Session(StepListener):
             context.loop.before_use = context.control.meet
         self._members: Members | None = None
         self._trains = trains = context.spec.mode == "train" and not asynchronous
-        if MessageChannel.is_free(context.spec.channel) and trains and not context.config.dry_run:
+        if is_watched(context.config, context.spec):
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
         # Under async rank 0 computes nothing.

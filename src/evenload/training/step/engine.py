@@ -9,10 +9,8 @@ ranks give the attempt up together, so a script that catches it can continue wit
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import CollectiveAbortedError
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.pending import limited
 from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.batch_loss import CoupledLoss
@@ -281,7 +280,11 @@ class Engine:
             else:
                 attempt.error = error
             try:
-                with self._limited_wait():
+                limit_s = _FIRST_WAIT_S if self._longest_s == 0 else _RAISED_WAIT_S + 3 * self._longest_s
+                reason = (
+                    f"rank {self.groups.rank} raised an exception, and the others did not come within {limit_s:.0f} s"
+                )
+                with limited(limit_s, self.groups.abort, reason):  # they may wait for this one, in a deadlock
                     self._agree(attempt, [LocalResult(status=status)])
             except AttemptFailedError as failed:
                 # It would keep the frames of `error`, and with them the activations, while memory is freed for the next attempt.
@@ -290,19 +293,6 @@ class Engine:
             except PeerLostError:
                 raise error from None
             raise
-
-    @contextlib.contextmanager
-    def _limited_wait(self) -> Iterator[None]:
-        """End the exchange in the body if the other ranks don't come: they may wait for this one, in a deadlock."""
-        limit_s = _FIRST_WAIT_S if self._longest_s == 0 else _RAISED_WAIT_S + 3 * self._longest_s
-        reason = f"rank {self.groups.rank} raised an exception, and the others did not come within {limit_s:.0f} s"
-        timer = threading.Timer(limit_s, self.groups.abort, (reason,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Take part in the exchange of a step that only other ranks compute."""
