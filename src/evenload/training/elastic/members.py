@@ -77,11 +77,18 @@ class Members(StepListener):
         loaders: Sequence[StepLoader],
         schedule: CheckpointSchedule,
         why_not: Callable[[], str],
+        before_join: Callable[[], None],
     ) -> None:
-        """`why_not` returns why this rank could not take part in a change: what a peer's state would not restore."""
+        """Args:
+        context: parts of the job.
+        loaders: the prepared loaders; the list grows.
+        schedule: that of the checkpoints.
+        why_not: returns why this rank could not take part in a change: what a peer's state would not restore.
+        before_join: does what the others would wait for in the first step of a rank that joins.
+        """
         self._context = context
         self._loaders = loaders
-        self._why_not = why_not
+        self._why_not, self._before_join = why_not, before_join
         self._worker = context.spec.worker
         self._joins = context.spec.joining
         """True until this rank is admitted."""
@@ -205,6 +212,7 @@ class Members(StepListener):
             raise LaunchError(f"this rank can't join the run: {reason}")
         for loader in self._loaders:
             loader.loader.draws_alone = True
+        self._before_join()
         while self._is_alone():
             # Again now and then: a supervisor that does not expect it ends this process.
             self._changes.send(Ready(self._worker))
