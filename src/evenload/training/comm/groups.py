@@ -29,6 +29,7 @@ from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
+from evenload.training.comm.prepared import NextGeneration
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
 from evenload.training.comm.store import connect, late_connections, wait_for_members
@@ -85,6 +86,7 @@ class Groups:
         self._row_groups: list[dist.ProcessGroup] = []
         self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
+        self._next = NextGeneration(self._inner_backend, gpu, timeout_s)
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -156,8 +158,18 @@ class Groups:
         _ended.append(self._store)
         self._store = None
         self._session = -1  # joiners have had other sessions; the number of a membership is given once
-        with late_connections():
-            self.generation = replace(self._build(membership, rank, check), number=number)
+        self._next.begin(membership.number)
+        try:
+            with late_connections():
+                self.generation = replace(self._build(membership, rank, check), number=number)
+        finally:
+            self._next.end()
+        check()  # an abort that came before the new generation did not reach its shared memory
+
+    def prepare(self, membership: Membership, rank: int, give_up: Callable[[], bool]) -> None:
+        """Prepare the generation that `rebuild` begins next, in a thread; all its members call it."""
+        if len(membership.workers) > 1 and not self.adopted:
+            self._next.prepare(membership, rank, lambda: self.closed or give_up())
 
     def set_computing(self, ranks: Sequence[int]) -> None:
         """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
@@ -221,7 +233,7 @@ class Groups:
         now = self.generation
         if now.gradients is None:
             return Pending(None, blocking=False)
-        if now.sums is not None and not on_host and (shared := now.sums.begin(tensor)) is not None:
+        if now.sums is not None and (shared := now.sums.begin(tensor)) is not None:
             return shared
         try:
             if now.hierarchy is not None and not on_host:
@@ -328,7 +340,7 @@ class Groups:
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = connect(membership, rank, self._timeout, check)
+                    self._store = self._next.store() or connect(membership, rank, self._timeout, check)
                 keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
                 wait_for_members(keys, rank, world_size, self._timeout, check)
                 dist.init_process_group(
@@ -350,9 +362,13 @@ class Groups:
             assert control is not None  # every rank is in it
             gather = self._gather_in(control)
             now = Generation(membership.number, membership, rank, everyone, everyone, control)
-            self._inner = find_inner(self._inner_backend, self._gpu, gather)
-            self._hosts = find_hosts(gather)
-            rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
+            self._inner, self._hosts = self._next.take_hosts() or (
+                find_inner(self._inner_backend, self._gpu, gather),
+                find_hosts(gather),
+            )
+            rows = self._next.take_rows() or share_rows(
+                self._hosts, rank, gather, self._gather_among, self.timeout_s
+            )
             if rows is None and world_size >= LEAST_MEMBERS:
                 self._gather_rows = self._gather_among(everyone)
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
@@ -404,6 +420,8 @@ class Groups:
         """Let some ranks share memory, on all ranks; the first value is False on all of them if it is impossible."""
         if len(ranks) < 2 or self._hosts is None or now.control is None:
             return False, None
+        if (made := self._next.take(ranks, share)) is not None:
+            return made
         return share(self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -18,13 +18,26 @@ _POLL_S = 0.1
 class MembershipChanges:
     """The newest change that the supervisor sent."""
 
-    def __init__(self, channel: MessageChannel, worker: str, abort: Callable[[str, int], None]) -> None:
-        """`abort` is called in the thread with the reason and the number of each urgent change, as soon as it arrives."""
+    def __init__(
+        self,
+        channel: MessageChannel,
+        worker: str,
+        abort: Callable[[str, int], None],
+        prepare: Callable[[MembershipChange], None],
+    ) -> None:
+        """Args:
+        channel: to the supervisor.
+        worker: id of this worker.
+        abort: called in the thread with the reason and the number of each urgent change, as soon as it arrives.
+        prepare: called in a further thread with each other change: what can be done for it while the step goes on.
+        """
         self._channel = channel
         self._worker = worker
-        self._abort = abort
+        self._abort, self._prepare = abort, prepare
         self._arrived = threading.Condition()
         self.newest: MembershipChange | None = None
+        self.ready_number = -1
+        """That of the newest change for which this rank is prepared."""
         self.received_s = 0.0
         """Time at which the newest change arrived, by `time.monotonic`."""
         threading.Thread(target=self._read, name="evenload-membership", daemon=True).start()
@@ -70,11 +83,29 @@ class MembershipChanges:
                     if message.number <= self.newest_number:
                         continue
                     self.newest, self.received_s = message, time.monotonic()
+                    self.ready_number = message.number if message.urgent else self.ready_number
                     self._arrived.notify_all()
-                if message.urgent:
+                if not message.urgent:
+                    threading.Thread(target=self._get_ready, args=(message,), name="evenload-prepares", daemon=True).start()
+                else:
                     self._abort("; ".join(lost.reason for lost in message.lost) or "a rank is lost", message.number)
         with self._arrived:
             self._arrived.notify_all()
+
+    def _get_ready(self, change: MembershipChange) -> None:
+        try:
+            self._prepare(change)
+        finally:
+            with self._arrived:
+                self.ready_number = max(self.ready_number, change.number)
+                self._arrived.notify_all()
+
+    def wait_until_ready(self, number: int, check: Callable[[], None]) -> None:
+        """Wait until this rank is prepared for a change; `check` is called meanwhile, and raises to give up."""
+        with self._arrived:
+            while self.ready_number < number:
+                check()
+                self._arrived.wait(_POLL_S)
 
     def close(self) -> None:
         self._channel.close()

@@ -102,7 +102,7 @@ class Members(StepListener):
         self._schedule = schedule
         self._transfer = StateTransfer(context, schedule)
         self._changes = MembershipChanges(
-            MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort
+            MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort, self._prepare
         )
         self.stall_watch = StallWatch(context, self._changes.send)
         """A listener of the loop."""
@@ -113,7 +113,7 @@ class Members(StepListener):
 
     @property
     def newest_number(self) -> int:
-        return max(self._tried, self._changes.newest_number)
+        return max(self._tried, self._changes.ready_number)
 
     # -- callbacks of the loop ------------------------------------------------------------------------------------------
 
@@ -237,9 +237,8 @@ class Members(StepListener):
         self._tried = change.number
         self._is_away = self._is_away or not groups.generation.computes
         rank = change.workers.index(self._worker)
-        groups.rebuild(
-            Membership(change.number, change.workers, change.store, change.device_names), rank, self._check_newest
-        )
+        self._changes.wait_until_ready(change.number, self._check_newest)
+        groups.rebuild(_membership_of(change), rank, self._check_newest)
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
         if not whole:
@@ -270,6 +269,11 @@ class Members(StepListener):
         if not (missed or own.joins or own.is_inside):
             self._transfer_state()
         return num_collectives
+
+    def _prepare(self, change: MembershipChange) -> None:
+        if self._worker in change.workers:
+            rank, changes = change.workers.index(self._worker), self._changes
+            self._context.groups.prepare(_membership_of(change), rank, lambda: changes.newest_number > change.number)
 
     def _check_newest(self) -> None:
         if self._changes.newest_number > self._tried:
@@ -374,6 +378,10 @@ class Members(StepListener):
     def close(self) -> None:
         self.stall_watch.close()
         self._changes.close()
+
+
+def _membership_of(change: MembershipChange) -> Membership:
+    return Membership(change.number, change.workers, change.store, change.device_names)
 
 
 def _as_lost(error: PeerLostError | LaunchError) -> PeerLostError:

@@ -10,7 +10,7 @@ from evenload.errors import PeerLostError
 class Recovery(Protocol):
     @property
     def newest_number(self) -> int:
-        """Number of the newest membership that this rank knows, whether it is in force or not."""
+        """Number of the newest membership that this rank knows and is prepared for, whether it is in force or not."""
 
     def recover(self, error: PeerLostError) -> float | None:
         """Begin a generation of the remaining ranks, on all of them.
