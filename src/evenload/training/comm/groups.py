@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,23 +21,20 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm import statistics
-from evenload.training.comm.backend import InnerRanks, find_inner
+from evenload.training.comm.backend import InnerRanks
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
-from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
+from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
-from evenload.training.comm.prepared import NextGeneration
+from evenload.training.comm.prepared import NextGeneration, Share, Shared
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
 from evenload.training.comm.store import connect, late_connections, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
-Shared = TypeVar("Shared")
-Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
-"""How some ranks of one host share memory: `share_sums` or `share_statistics`."""
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 _ended: list[Store | dist.ProcessGroup | None] = []
@@ -68,9 +64,8 @@ class Groups:
         self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
         self._wanted_backend = backend
-        self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
-        self._gpu, self._has_wire = gpu, has_wire
+        self._has_wire = has_wire
         self.adopted = dist.is_initialized()
         self._made = False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -86,7 +81,7 @@ class Groups:
         self._row_groups: list[dist.ProcessGroup] = []
         self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
-        self._next = NextGeneration(self._inner_backend, gpu, timeout_s)
+        self._next = NextGeneration(inner_backend or ("nccl" if backend == "nccl" else ""), gpu, timeout_s)
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -158,17 +153,13 @@ class Groups:
         _ended.append(self._store)
         self._store = None
         self._session = -1  # joiners have had other sessions; the number of a membership is given once
-        self._next.begin(membership.number)
-        try:
-            with late_connections():
-                self.generation = replace(self._build(membership, rank, check), number=number)
-        finally:
-            self._next.end()
+        with late_connections(), self._next.begun(membership.number):
+            self.generation = replace(self._build(membership, rank, check), number=number)
         check()  # an abort that came before the new generation did not reach its shared memory
 
     def prepare(self, membership: Membership, rank: int, give_up: Callable[[], bool]) -> None:
         """Prepare the generation that `rebuild` begins next, in a thread; all its members call it."""
-        if len(membership.workers) > 1 and not self.adopted:
+        if not self.adopted:
             self._next.prepare(membership, rank, lambda: self.closed or give_up())
 
     def set_computing(self, ranks: Sequence[int]) -> None:
@@ -184,9 +175,8 @@ class Groups:
     def abort_statistics(self) -> None:
         """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
         now = self.generation
-        if now.statistics is None:
+        if (group := now.statistics) is None:
             return
-        group = now.statistics
         self._groups_of[now.computing] = replace(self._groups_of[now.computing], statistics=None)
         self.generation = replace(now, statistics=None)
         if isinstance(group, SharedChannel):
@@ -333,8 +323,7 @@ class Groups:
                 dist.destroy_process_group()
 
     def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
-        world_size = len(membership.workers)
-        everyone = tuple(range(world_size))
+        everyone = tuple(range(world_size := len(membership.workers)))
         if world_size == 1 and not self.adopted:
             return Generation(membership.number, membership, rank, ranks=(rank,), computing=(rank,))
         if not self.adopted:
@@ -362,13 +351,8 @@ class Groups:
             assert control is not None  # every rank is in it
             gather = self._gather_in(control)
             now = Generation(membership.number, membership, rank, everyone, everyone, control)
-            self._inner, self._hosts = self._next.take_hosts() or (
-                find_inner(self._inner_backend, self._gpu, gather),
-                find_hosts(gather),
-            )
-            rows = self._next.take_rows() or share_rows(
-                self._hosts, rank, gather, self._gather_among, self.timeout_s
-            )
+            self._inner, self._hosts = self._next.find_ranks(gather)
+            rows = self._next.share_rows(self._hosts, rank, gather, self._gather_among)
             if rows is None and world_size >= LEAST_MEMBERS:
                 self._gather_rows = self._gather_among(everyone)
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
@@ -420,9 +404,7 @@ class Groups:
         """Let some ranks share memory, on all ranks; the first value is False on all of them if it is impossible."""
         if len(ranks) < 2 or self._hosts is None or now.control is None:
             return False, None
-        if (made := self._next.take(ranks, share)) is not None:
-            return made
-        return share(self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
+        return self._next.share(share, self._hosts, now.rank, ranks, self._gather_in(now.control))
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""

@@ -8,10 +8,11 @@ two steps all that is left is to make them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, 
 from evenload.training.comm.shared_sums import share_sums
 from evenload.training.comm.store import connect
 
+Shared = TypeVar("Shared")
+Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
+"""How some ranks of one host share memory: `share_sums` or `share_statistics`."""
 _POLL_S = 0.01
 _PATIENCE_S = 30.0
 """After it a member that has not answered is not waited for; then all make what they share at the change itself."""
@@ -44,6 +48,10 @@ class _Prepared:
     shares: dict[Any, tuple[bool, Any]] = field(default_factory=dict)
     """By (ranks, way of sharing): what it returned."""
 
+    def is_whole(self) -> bool:
+        """Return whether all members have prepared all of it; the same on all, once all have ended `prepare`."""
+        return self.keys.check(self.names) and all(value == b"1" for value in self.keys.multi_get(self.names))
+
     def close(self) -> None:
         """Leave the memory; members that wait for this one learn it."""
         for part in (self.rows, *(part for _, part in self.shares.values())):
@@ -52,7 +60,7 @@ class _Prepared:
 
 
 class NextGeneration:
-    """What is prepared of it on this rank."""
+    """What its members share: what is prepared of it on this rank, and the way to make the rest."""
 
     def __init__(self, inner_backend: str, gpu: str, timeout_s: float) -> None:
         self._backend, self._gpu, self._timeout_s = inner_backend, gpu, timeout_s
@@ -69,6 +77,8 @@ class NextGeneration:
                 raise PeerLostError("the members change again")
 
         num_ranks, made = len(membership.workers), None
+        if num_ranks == 1:
+            return
         try:
             store = connect(membership, rank, timedelta(seconds=self._timeout_s), check)
             keys = PrefixStore(f"evenload/prepared/{membership.number}", store)
@@ -85,42 +95,52 @@ class NextGeneration:
             if made is not None:
                 made.close()
 
-    def begin(self, number: int) -> None:
-        """Begin to take what was prepared for this membership; leave everything else."""
-        self.end()
+    @contextmanager
+    def begun(self, number: int) -> Iterator[None]:
+        """Let the methods below use what was prepared for this membership, while the body builds its generation."""
         made, self._made = self._made, None
-        if made is not None and made.number == number:
-            self._begun = made
-        elif made is not None:
-            made.close()
+        self._begun = made
+        try:
+            if made is not None and made.number != number:
+                self._leave()
+            yield
+        finally:
+            self._leave()
 
-    def end(self) -> None:
+    def _leave(self) -> None:
         """Leave what was not taken."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.close()
 
     def store(self) -> Store | None:
-        """Return the connection to the store."""
+        """Return the connection to the store, if there is one."""
         return None if self._begun is None else self._begun.store
 
-    def take_hosts(self) -> tuple[InnerRanks, HostMap] | None:
-        """Return what was compared; None, on all members, if some have not prepared all. All are here by now."""
-        if (begun := self._begun) is None:
-            return None
-        if begun.keys.check(begun.names) and all(value == b"1" for value in begun.keys.multi_get(begun.names)):
-            return None if begun.hosts is None else (begun.inner, begun.hosts)
-        self.end()
-        return None
+    def find_ranks(self, gather: Gather) -> tuple[InnerRanks, HostMap]:
+        """Return which ranks sum first, and the hosts; all ranks call it, and this first, when all have come."""
+        begun = self._begun
+        if begun is not None and begun.hosts is not None and begun.is_whole():
+            return begun.inner, begun.hosts
+        self._leave()
+        return find_inner(self._backend, self._gpu, gather), find_hosts(gather)
 
-    def take_rows(self) -> HostExchange | None:
-        if (begun := self._begun) is None:
-            return None
-        rows, begun.rows = begun.rows, None
-        return rows
+    def share_rows(
+        self, hosts: HostMap, rank: int, gather: Gather, gather_among: Callable[[Sequence[int]], Gather]
+    ) -> HostExchange | None:
+        """See `share_rows`."""
+        begun = self._begun
+        if begun is not None and begun.rows is not None:
+            rows, begun.rows = begun.rows, None
+            return rows
+        return share_rows(hosts, rank, gather, gather_among, self._timeout_s)
 
-    def take(self, ranks: tuple[int, ...], way: object) -> tuple[bool, Any] | None:
-        return None if self._begun is None else self._begun.shares.pop((ranks, way), None)
+    def share(
+        self, way: Share[Shared], hosts: HostMap, rank: int, ranks: tuple[int, ...], gather: Gather
+    ) -> tuple[bool, Shared | None]:
+        """Share memory in one of the ways, among some ranks; all ranks call it."""
+        made = None if self._begun is None else self._begun.shares.pop((ranks, way), None)
+        return way(hosts, rank, ranks, gather, self._timeout_s) if made is None else made
 
 
 def _share(
@@ -131,13 +151,10 @@ def _share(
     made.hosts = hosts = find_hosts(gather)
     if len(hosts.hosts) == 1:
         made.rows = share_rows(hosts, rank, gather, lambda ranks: gather, timeout_s)
-    ways: list[Callable[..., tuple[bool, Any]]] = []
     if not made.inner.ranks:
-        ways.append(share_sums)
+        made.shares[everyone, share_sums] = share_sums(hosts, rank, everyone, gather, timeout_s)
     if made.inner.backend_of(everyone) != "nccl":
-        ways.append(share_statistics)
-    for way in ways:
-        made.shares[everyone, way] = way(hosts, rank, everyone, gather, timeout_s)
+        made.shares[everyone, share_statistics] = share_statistics(hosts, rank, everyone, gather, timeout_s)
 
 
 def _gather_in(keys: Store, rank: int, num_ranks: int, check: Callable[[], None]) -> Gather:
@@ -148,7 +165,7 @@ def _gather_in(keys: Store, rank: int, num_ranks: int, check: Callable[[], None]
         nonlocal num_done
         names = [f"{num_done}/{other}" for other in range(num_ranks)]
         num_done += 1
-        keys.set(names[rank], own.numpy().tobytes())
+        keys.set(names[rank], own.numpy().tobytes())  # type: ignore[arg-type]
         until_s = time.monotonic() + _PATIENCE_S
         while not keys.check(names):
             check()

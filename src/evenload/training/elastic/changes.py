@@ -86,7 +86,9 @@ class MembershipChanges:
                     self.ready_number = message.number if message.urgent else self.ready_number
                     self._arrived.notify_all()
                 if not message.urgent:
-                    threading.Thread(target=self._get_ready, args=(message,), name="evenload-prepares", daemon=True).start()
+                    threading.Thread(
+                        target=self._get_ready, args=(message,), name="evenload-prepares", daemon=True
+                    ).start()
                 else:
                     self._abort("; ".join(lost.reason for lost in message.lost) or "a rank is lost", message.number)
         with self._arrived:

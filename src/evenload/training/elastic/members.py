@@ -273,6 +273,8 @@ class Members(StepListener):
     def _prepare(self, change: MembershipChange) -> None:
         if self._worker in change.workers:
             rank, changes = change.workers.index(self._worker), self._changes
+            if change.joined:
+                self._transfer.prepare()
             self._context.groups.prepare(_membership_of(change), rank, lambda: changes.newest_number > change.number)
 
     def _check_newest(self) -> None:
