@@ -17,7 +17,7 @@ import pytest
 from evenload.training.elastic import stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
 from evenload.training.launch.membership_messages import Activity, Waits, from_line, to_line
-from evenload.training.launch.stalls import EVERY_S, StallMonitor
+from evenload.training.launch.stalls import AWAITED_S, EVERY_S, STOPPED_S, StallMonitor
 
 MEMBERS = ("a", "b", "c")
 
@@ -65,6 +65,21 @@ def test_the_scripts_own_code_is_named_once_after_half_a_minute() -> None:
         assert not found.stalled
         told += list(found.absent.items())
     assert told == [("b", "it has been between two steps for 30 s, last seen at train.py:40 in evaluate")]
+
+
+def test_a_stopped_process_for_which_the_repair_of_a_loss_waits_is_left_out_sooner() -> None:
+    def seconds(awaited: tuple[str, ...], begins_at: int) -> float:
+        """Return how long after the loss it is left out; it has been stopped from the beginning."""
+        monitor = StallMonitor()
+        for index in range(100):
+            found = monitor.judge(MEMBERS, ("b",), 100 + index * EVERY_S, awaited if index >= begins_at else ())
+            if found.stalled:
+                assert list(found.stalled) == ["b"]
+                return (index - begins_at) * EVERY_S
+        return float("inf")
+
+    assert seconds(("a", "b"), 0) == seconds(("a", "b"), 6) == AWAITED_S
+    assert seconds(("a",), 0) == STOPPED_S, "the repair does not wait for it"
 
 
 def test_a_stopped_process_is_stalled_unless_all_are_or_this_one_was() -> None:
