@@ -21,12 +21,12 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm import statistics
-from evenload.training.comm.backend import InnerRanks
+from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
-from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, share_statistics
+from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.prepared import NextGeneration, Share, Shared
 from evenload.training.comm.shared_memory import SharedChannel
@@ -64,10 +64,10 @@ class Groups:
         self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
         self._wanted_backend = backend
+        self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
-        self._has_wire = has_wire
-        self.adopted = dist.is_initialized()
-        self._made = False
+        self._gpu, self._has_wire = gpu, has_wire
+        self.adopted, self._made = dist.is_initialized(), False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._session = next(_sessions)
         self._store: Store | None = None
@@ -81,7 +81,7 @@ class Groups:
         self._row_groups: list[dist.ProcessGroup] = []
         self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
-        self._next = NextGeneration(inner_backend or ("nccl" if backend == "nccl" else ""), gpu, timeout_s)
+        self._next = NextGeneration()
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -151,21 +151,20 @@ class Groups:
             self._newest_number = membership.number
             self._collectives.reopen()
         _ended.append(self._store)
-        self._store = None
-        self._session = -1  # joiners have had other sessions; the number of a membership is given once
+        # Joiners have had other sessions; the number of a membership is given once.
+        self._store, self._session = None, -1
         with late_connections(), self._next.begun(membership.number):
             self.generation = replace(self._build(membership, rank, check), number=number)
-        check()  # an abort that came before the new generation did not reach its shared memory
+        check()  # an abort that came before has not reached the shared memory of this generation
 
     def prepare(self, membership: Membership, rank: int, give_up: Callable[[], bool]) -> None:
         """Prepare the generation that `rebuild` begins next, in a thread; all its members call it."""
         if not self.adopted:
-            self._next.prepare(membership, rank, lambda: self.closed or give_up())
+            self._next.prepare(membership, rank, (self._inner_backend, self._gpu, self.timeout_s), give_up)
 
     def set_computing(self, ranks: Sequence[int]) -> None:
         """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
-        computing = tuple(sorted(ranks))
-        now = self.generation
+        computing, now = tuple(sorted(ranks)), self.generation
         if computing == now.computing or now.control is None:
             return
         if computing not in self._groups_of:
@@ -308,10 +307,9 @@ class Groups:
         self.generation = replace(
             now, control=None, gradients=None, hierarchy=None, statistics=None, sums=None, rows=None
         )
-        self._row_groups.clear()
         self._gather_rows = None
-        self._subsets.clear()
-        self._groups_of.clear()
+        for held in (self._row_groups, self._subsets, self._groups_of):
+            held.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
@@ -329,7 +327,7 @@ class Groups:
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = self._next.store() or connect(membership, rank, self._timeout, check)
+                    self._store = self._next.store or connect(membership, rank, self._timeout, check)
                 keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
                 wait_for_members(keys, rank, world_size, self._timeout, check)
                 dist.init_process_group(
@@ -351,8 +349,10 @@ class Groups:
             assert control is not None  # every rank is in it
             gather = self._gather_in(control)
             now = Generation(membership.number, membership, rank, everyone, everyone, control)
-            self._inner, self._hosts = self._next.find_ranks(gather)
-            rows = self._next.share_rows(self._hosts, rank, gather, self._gather_among)
+            self._next.agree(world_size)
+            self._inner = self._next.get(find_inner, self._inner_backend, self._gpu, gather)
+            self._hosts = self._next.get(find_hosts, gather)
+            rows = self._next.get(share_rows, self._hosts, rank, gather, self._gather_among, self.timeout_s)
             if rows is None and world_size >= LEAST_MEMBERS:
                 self._gather_rows = self._gather_among(everyone)
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
@@ -404,7 +404,7 @@ class Groups:
         """Let some ranks share memory, on all ranks; the first value is False on all of them if it is impossible."""
         if len(ranks) < 2 or self._hosts is None or now.control is None:
             return False, None
-        return self._next.share(share, self._hosts, now.rank, ranks, self._gather_in(now.control))
+        return self._next.get(share, self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""

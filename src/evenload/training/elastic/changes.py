@@ -63,7 +63,7 @@ class MembershipChanges:
         reported = error is None
         with self._arrived:
             while True:
-                change = self.newest
+                change = self.newest if self.newest_number <= self.ready_number else None
                 if change is not None and change.number > after and self._worker in (*change.workers, *change.left):
                     return change
                 waited_s = time.monotonic() - began_s
@@ -101,13 +101,6 @@ class MembershipChanges:
             with self._arrived:
                 self.ready_number = max(self.ready_number, change.number)
                 self._arrived.notify_all()
-
-    def wait_until_ready(self, number: int, check: Callable[[], None]) -> None:
-        """Wait until this rank is prepared for a change; `check` is called meanwhile, and raises to give up."""
-        with self._arrived:
-            while self.ready_number < number:
-                check()
-                self._arrived.wait(_POLL_S)
 
     def close(self) -> None:
         self._channel.close()

@@ -84,7 +84,7 @@ class Members(StepListener):
         loaders: the prepared loaders; the list grows.
         schedule: that of the checkpoints.
         why_not: returns why this rank could not take part in a change: what a peer's state would not restore.
-        before_join: does what the others would wait for in the first step of a rank that joins.
+        before_join: does what the others would wait for in the first step of a rank that joins, beside its loader's workers.
         """
         self._context = context
         self._loaders = loaders
@@ -178,6 +178,11 @@ class Members(StepListener):
 
     # -- Recovery -------------------------------------------------------------------------------------------------------
 
+    @property
+    def knows_loss(self) -> bool:
+        change = self._changes.newest
+        return self._is_capable and change is not None and change.urgent and change.number > self._tried
+
     def recover(self, error: PeerLostError) -> float | None:
         """See `Recovery.recover`."""
         self._follow_changes(error)
@@ -213,6 +218,8 @@ class Members(StepListener):
         for loader in self._loaders:
             loader.loader.draws_alone = True
         self._before_join()
+        if len(self._loaders) == 1:  # of several, the script may use another one first
+            self._loaders[0].loader.start_early()
         while self._is_alone():
             # Again now and then: a supervisor that does not expect it ends this process.
             self._changes.send(Ready(self._worker))
@@ -237,7 +244,6 @@ class Members(StepListener):
         self._tried = change.number
         self._is_away = self._is_away or not groups.generation.computes
         rank = change.workers.index(self._worker)
-        self._changes.wait_until_ready(change.number, self._check_newest)
         groups.rebuild(_membership_of(change), rank, self._check_newest)
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
@@ -272,10 +278,14 @@ class Members(StepListener):
 
     def _prepare(self, change: MembershipChange) -> None:
         if self._worker in change.workers:
-            rank, changes = change.workers.index(self._worker), self._changes
+            groups, changes = self._context.groups, self._changes
             if change.joined:
                 self._transfer.prepare()
-            self._context.groups.prepare(_membership_of(change), rank, lambda: changes.newest_number > change.number)
+            groups.prepare(
+                _membership_of(change),
+                change.workers.index(self._worker),
+                lambda: groups.closed or changes.newest_number > change.number,
+            )
 
     def _check_newest(self) -> None:
         if self._changes.newest_number > self._tried:
