@@ -42,17 +42,13 @@ class NextGeneration:
         self._made: tuple[int, Store, Parts] | None = None
         """Number of the membership, connection to the store and parts of the newest `prepare`."""
         self._number, self._parts = -1, Parts()
-        """Of the generation that is being built: what has not been taken."""
         self.store: Store | None = None
-        """The connection of that generation."""
+        """Of the generation that is being built, as the two before, which hold what has not been taken."""
 
     def prepare(
         self, membership: Membership, rank: int, own: tuple[str, str, float], give_up: Callable[[], bool]
     ) -> None:
-        """Prepare a generation, in a thread of each of its members, until `give_up` returns True.
-
-        `own`: this rank's `WorkerSpec.inner_backend`, identifier of the GPU, and time limit in seconds.
-        """
+        """Prepare a generation, in a thread of each member; `own`: backend, identifier of the GPU, time limit in seconds."""
 
         def check() -> None:
             if give_up():

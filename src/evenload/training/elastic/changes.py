@@ -9,6 +9,7 @@ from collections.abc import Callable
 from evenload.errors import PeerLostError
 from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel, Suspects
 
+_Prepare = Callable[[MembershipChange], None]
 _SUSPECTS_AFTER_S = 2.0
 """A collective that failed for so long without a change is reported: the supervisor may not know why."""
 _POLL_S = 0.1
@@ -19,17 +20,10 @@ class MembershipChanges:
     """The newest change that the supervisor sent."""
 
     def __init__(
-        self,
-        channel: MessageChannel,
-        worker: str,
-        abort: Callable[[str, int], None],
-        prepare: Callable[[MembershipChange], None],
+        self, channel: MessageChannel, worker: str, abort: Callable[[str, int], None], prepare: _Prepare
     ) -> None:
-        """Args:
-        channel: to the supervisor.
-        worker: id of this worker.
-        abort: called in the thread with the reason and the number of each urgent change, as soon as it arrives.
-        prepare: called in a further thread with each other change: what can be done for it while the step goes on.
+        """`abort` is called in the thread with the reason and the number of each urgent change, as soon as it arrives.
+        `prepare` is called in a further thread with each other change, and does what it can while the step goes on.
         """
         self._channel = channel
         self._worker = worker
@@ -86,9 +80,7 @@ class MembershipChanges:
                     self.ready_number = message.number if message.urgent else self.ready_number
                     self._arrived.notify_all()
                 if not message.urgent:
-                    threading.Thread(
-                        target=self._get_ready, args=(message,), name="evenload-prepares", daemon=True
-                    ).start()
+                    threading.Thread(target=self._get_ready, args=(message,), daemon=True).start()
                 else:
                     self._abort("; ".join(lost.reason for lost in message.lost) or "a rank is lost", message.number)
         with self._arrived:

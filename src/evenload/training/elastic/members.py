@@ -79,12 +79,8 @@ class Members(StepListener):
         why_not: Callable[[], str],
         before_join: Callable[[], None],
     ) -> None:
-        """Args:
-        context: parts of the job.
-        loaders: the prepared loaders; the list grows.
-        schedule: that of the checkpoints.
-        why_not: returns why this rank could not take part in a change: what a peer's state would not restore.
-        before_join: does what the others would wait for in the first step of a rank that joins, beside its loader's workers.
+        """`why_not` returns why this rank could not take part in a change: what a peer's state would not restore.
+        `before_join` does, in a rank that joins, what the others would wait for in its first step.
         """
         self._context = context
         self._loaders = loaders
@@ -281,11 +277,8 @@ class Members(StepListener):
             groups, changes = self._context.groups, self._changes
             if change.joined:
                 self._transfer.prepare()
-            groups.prepare(
-                _membership_of(change),
-                change.workers.index(self._worker),
-                lambda: groups.closed or changes.newest_number > change.number,
-            )
+            rank = change.workers.index(self._worker)
+            groups.prepare(_membership_of(change), rank, lambda: changes.newest_number > change.number or groups.closed)
 
     def _check_newest(self) -> None:
         if self._changes.newest_number > self._tried:

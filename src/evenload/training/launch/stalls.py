@@ -74,10 +74,7 @@ class StallMonitor:
     def judge(
         self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
     ) -> StallFindings:
-        """Return the members that stall the others.
-
-        `stopped` are those whose processes are stopped now, `awaited` those that have not followed a change after a loss.
-        """
+        """Return the members that stall the others; `stopped` are stopped now, and the repair of a loss waits for `awaited`."""
         if now_s - self._judged_s > _LONGEST_GAP_S:
             self._stopped_since_s.clear()
             self._awaited_since_s.clear()
