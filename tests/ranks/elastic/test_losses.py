@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import PeerLostError
 from evenload.training.comm.groups import Groups
+from evenload.training.data.prefetch import Prefetcher
 from evenload.training.parallel import buckets
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.step.exchange import ReportExchange
@@ -71,6 +72,9 @@ class Faults:
     def at(self, point: str) -> None:
         if (point, self.step) in self._mine:
             os.kill(os.getpid(), signal.SIGKILL)
+        if (f"memory in {point}", self.step) in self._mine:
+            self._mine.remove((f"memory in {point}", self.step))
+            raise torch.OutOfMemoryError("CUDA out of memory: injected")
 
     def inject(self) -> None:
         """Kill inside Evenload's collectives, too."""
@@ -126,21 +130,28 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
-    seen: dict[str, Any] = {"losses": {}, "sizes": {}, "evaluated": [], "looks": []}
-    get_objects = gc.get_objects
+    seen: dict[str, Any] = {"losses": {}, "sizes": {}, "evaluated": [], "looks": [], "started": []}
+    get_objects, start = gc.get_objects, Prefetcher._start
 
     def looked(generation: int | None = None) -> list[Any]:
         seen["looks"].append(run.world_size)
         return get_objects(generation)
 
-    gc.get_objects = looked
+    def started(prefetcher: Prefetcher, epoch: int) -> None:
+        if prefetcher._iterator is None:
+            seen["started"].append(run.world_size)
+        start(prefetcher, epoch)
+
+    gc.get_objects, Prefetcher._start = looked, started  # type: ignore[method-assign]
     for _ in range(loader.epoch, EPOCHS):
         for step in loader:
             fault.step = step.index
             fault.at("body")
             while step.index in waits and not Path(waits[step.index]).exists():
                 time.sleep(0.01)
-            time.sleep(0.1 if step.index in waits else 0.0)  # until the thread has read the change
+            time.sleep(
+                1.0 if step.index in waits else 0.0
+            )  # until the thread has read the change, and is prepared for it
 
             def loss_fn(batch: Any) -> torch.Tensor:
                 fault.at("forward")
@@ -221,6 +232,18 @@ def test_all_but_one_rank_may_die(tmp_path: Path, name: str) -> None:
     assert [row["step"] for row in steps if "step" in row] == list(range(STEPS * EPOCHS))
 
 
+def test_a_rank_may_run_out_of_memory_while_another_dies(tmp_path: Path) -> None:
+    """It can't agree on that with the others any more; the step is computed again, from the same running statistics."""
+    faults = [("w0", "backward", 2), ("w1", "memory in backward", 2)]
+    supervised = Supervised(tmp_path, train, str(tmp_path / "run"), faults)
+    supervised.start(3)
+    results = supervised.run(90)
+    assert supervised.lost == ["w0"] and sorted(results) == ["w1", "w2"]
+    weights, _ = plain()
+    for seen in results.values():
+        assert float((seen["weights"] - weights).norm() / weights.norm()) <= 1e-12
+
+
 def test_a_rank_joins_and_another_leaves(tmp_path: Path) -> None:
     waits = {6: str(tmp_path / "change-2"), 12: str(tmp_path / "change-3")}
     supervised = Supervised(tmp_path, train, str(tmp_path / "run"), [("w0", "backward", 2)], 1, waits)
@@ -235,8 +258,9 @@ def test_a_rank_joins_and_another_leaves(tmp_path: Path) -> None:
         assert all(loss == pytest.approx(losses[index], rel=1e-12) for index, loss in seen["losses"].items())
         assert seen["rank"] == rank and seen["evaluated"][-1][1] == data().tensors[0][:, 0].tolist()
     assert min(results["j0"]["losses"]) == 7
-    # To look through all objects takes long: while the others wait, a rank that joins does so once, for the gradient contract.
-    assert results["j0"]["looks"] == [1, 3] and set(results["w2"]["looks"]) == {3}
+    # To look through all objects takes long: a rank that joins does so while it is alone, before the others wait for it.
+    assert results["j0"]["looks"] == [1, 1] and set(results["w2"]["looks"]) == {3}
+    assert results["j0"]["started"][0] == 1, "so do its loader's workers"
     assert [results["w2"]["sizes"][index] for index in (1, 3, 7, 13)] == [3, 2, 3, 2]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     kinds = [event["kind"] for event in events if event.get("kind") in ("lost", "joined", "left", "rebuilt")]

@@ -1,6 +1,7 @@
 """Ranks that neither work nor die: stopped, or in a dataset that hangs. They are named and left out, and the run goes on."""
 
 import os
+import re
 import signal
 import time
 
@@ -58,3 +59,23 @@ def test_two_that_stall_at_once_have_the_ranks_that_they_had(tmp_path):
     for rank in (0, 1):
         assert f"rank {rank} (cpu) does not respond: its process has been stopped (SIGSTOP) for 4." in stdout + stderr
     assert_gone(stopped)
+
+
+def test_a_stopped_rank_does_not_keep_the_repair_of_a_loss_waiting(tmp_path):
+    with Started(
+        tmp_path, SCRIPT, "-d", "cpu:3", "--max-restarts", "0", arguments=["0.02", "0"], initialised=False
+    ) as started:
+        wait(lambda: at(tmp_path)[0] > 12, started)
+        stopped = pid_of(tmp_path, 0)
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(pid_of(tmp_path, 2), signal.SIGKILL)
+        trains_on(started, tmp_path, 1)
+        (tmp_path / "finish").touch()
+        code, stdout, stderr = started.end(90)
+    assert code == 0, stderr
+    text = stdout + stderr
+    waited = re.search(
+        r"rank 0 \(cpu\) does not respond: its process has been stopped \(SIGSTOP\) for ([0-9.]+) s", text
+    )
+    assert waited is not None and float(waited[1]) < 3, text  # 4 s where no loss is repaired
+    assert_gone([stopped])

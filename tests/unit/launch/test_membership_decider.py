@@ -70,9 +70,11 @@ def test_a_lost_member_changes_the_others_at_once_and_comes_back_at_a_boundary()
 
 def test_deaths_at_once_and_during_the_recovery_are_one_set_of_losses():
     decider = started(4)
+    assert decider.awaited == ()
     first = only(decider.lost([loss("worker-1"), loss("worker-3")]), SendChange).change
-    assert first.workers == ("worker-0", "worker-2")
+    assert first.workers == ("worker-0", "worker-2") and {*decider.awaited} == {*first.workers}
     decider.switched("worker-0", 1)
+    assert decider.awaited == ("worker-2",)
     second = only(decider.lost([loss("worker-2")]), SendChange).change
     assert second.workers == ("worker-0",) and second.number == 2 and second.urgent
     assert [lost.worker for lost in second.lost] == ["worker-1", "worker-3", "worker-2"]

@@ -19,7 +19,7 @@ from evenload.training.comm.store import WaitLimits
 from evenload.training.elastic import own_wait, stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
 from evenload.training.launch.membership_messages import Activity, Waits, from_line, to_line
-from evenload.training.launch.stalls import EVERY_S, StallMonitor
+from evenload.training.launch.stalls import AWAITED_S, EVERY_S, STOPPED_S, StallMonitor
 
 MEMBERS = ("a", "b", "c")
 
@@ -116,6 +116,21 @@ def test_ranks_that_all_wait_for_one_another_while_nothing_moves() -> None:
     assert judged(Activity("c", "other", 5000.0)) == 0.0  # the script's own code
     assert judged(Activity("c", "comm", 900.0, stuck_s=900.0), later_s=5.0) == 0.0  # it reports nothing more
     assert StallMonitor().judge(MEMBERS, (), 1.0).deadlock_s == 0.0
+
+
+def test_a_stopped_process_for_which_the_repair_of_a_loss_waits_is_left_out_sooner() -> None:
+    def seconds(awaited: tuple[str, ...], begins_at: int) -> float:
+        """Return how long after the loss it is left out; it has been stopped from the beginning."""
+        monitor = StallMonitor()
+        for index in range(100):
+            found = monitor.judge(MEMBERS, ("b",), 100 + index * EVERY_S, awaited if index >= begins_at else ())
+            if found.stalled:
+                assert list(found.stalled) == ["b"]
+                return (index - begins_at) * EVERY_S
+        return float("inf")
+
+    assert seconds(("a", "b"), 0) == seconds(("a", "b"), 6) == AWAITED_S
+    assert seconds(("a",), 0) == STOPPED_S, "the repair does not wait for it"
 
 
 def test_a_stopped_process_is_stalled_unless_all_are_or_this_one_was() -> None:

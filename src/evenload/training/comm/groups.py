@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +28,13 @@ from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives, limited
+from evenload.training.comm.prepared import NextGeneration, Share, Shared
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
 from evenload.training.comm.store import WaitLimits, connect, join, late_connections, new_group
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
-Shared = TypeVar("Shared")
-Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
-"""How some ranks of one host share memory: `share_sums` or `share_statistics`."""
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 _ended: list[Store | dist.ProcessGroup | None] = []
@@ -75,8 +72,7 @@ class Groups:
         self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
         self._gpu, self._has_wire = gpu, has_wire
-        self.adopted = dist.is_initialized()
-        self._made = False
+        self.adopted, self._made = dist.is_initialized(), False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._session = next(_sessions)
         self._store: Store | None = None
@@ -90,6 +86,7 @@ class Groups:
         self._row_groups: list[dist.ProcessGroup] = []
         self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
+        self._next = NextGeneration()
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -159,15 +156,20 @@ class Groups:
             self._newest_number = membership.number
             self._collectives.reopen()
         _ended.append(self._store)
-        self._store = None
-        self._session = -1  # joiners have had other sessions; the number of a membership is given once
-        with late_connections():
+        # Joiners have had other sessions; the number of a membership is given once.
+        self._store, self._session = None, -1
+        with late_connections(), self._next.begun(membership.number):
             self.generation = replace(self._build(membership, rank, check), number=number)
+        check()  # an abort that came before has not reached the shared memory of this generation
+
+    def prepare(self, membership: Membership, rank: int, give_up: Callable[[], bool]) -> None:
+        """Prepare the generation that `rebuild` begins next, in a thread; all its members call it."""
+        if not self.adopted:
+            self._next.prepare(membership, rank, (self._inner_backend, self._gpu), self.limits, give_up)
 
     def set_computing(self, ranks: Sequence[int]) -> None:
         """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
-        computing = tuple(sorted(ranks))
-        now = self.generation
+        computing, now = tuple(sorted(ranks)), self.generation
         if computing == now.computing or now.control is None:
             return
         if computing not in self._groups_of:
@@ -177,9 +179,8 @@ class Groups:
     def abort_statistics(self) -> None:
         """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
         now = self.generation
-        if now.statistics is None:
+        if (group := now.statistics) is None:
             return
-        group = now.statistics
         self._groups_of[now.computing] = replace(self._groups_of[now.computing], statistics=None)
         self.generation = replace(now, statistics=None)
         if isinstance(group, SharedChannel):
@@ -226,7 +227,7 @@ class Groups:
         now = self.generation
         if now.gradients is None:
             return Pending(None, blocking=False)
-        if now.sums is not None and not on_host and (shared := now.sums.begin(tensor)) is not None:
+        if now.sums is not None and (shared := now.sums.begin(tensor)) is not None:
             return shared
         try:
             if now.hierarchy is not None and not on_host:
@@ -311,10 +312,9 @@ class Groups:
         self.generation = replace(
             now, control=None, gradients=None, hierarchy=None, statistics=None, sums=None, rows=None
         )
-        self._row_groups.clear()
         self._gather_rows = None
-        self._subsets.clear()
-        self._groups_of.clear()
+        for held in (self._row_groups, self._subsets, self._groups_of):
+            held.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
@@ -326,14 +326,13 @@ class Groups:
                 dist.destroy_process_group()
 
     def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
-        world_size = len(membership.workers)
-        everyone = tuple(range(world_size))
+        everyone = tuple(range(world_size := len(membership.workers)))
         if world_size == 1 and not self.adopted:
             return Generation(membership.number, membership, rank, ranks=(rank,), computing=(rank,))
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = connect(membership, rank, self.limits, check)
+                    self._store = self._next.store or connect(membership, rank, self.limits, check)
                 keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
                 backend = "cpu:gloo,cuda:nccl" if self._wanted_backend == "nccl" else "gloo"
                 join(keys, rank, world_size, backend, self.limits, check)
@@ -351,9 +350,10 @@ class Groups:
                 assert control is not None  # every rank is in it
                 gather = self._gather_in(control)
                 now = Generation(membership.number, membership, rank, everyone, everyone, control)
-                self._inner = find_inner(self._inner_backend, self._gpu, gather)
-                self._hosts = find_hosts(gather)
-                rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
+                self._next.agree(world_size)
+                self._inner = self._next.get(find_inner, self._inner_backend, self._gpu, gather)
+                self._hosts = self._next.get(find_hosts, gather)
+                rows = self._next.get(share_rows, self._hosts, rank, gather, self._gather_among, self.timeout_s)
                 if rows is None and world_size >= LEAST_MEMBERS:
                     self._gather_rows = self._gather_among(everyone)
                 made = self._groups_of[everyone] = self._make_groups(now, everyone)
@@ -405,7 +405,7 @@ class Groups:
         """Let some ranks share memory, on all ranks; the first value is False on all of them if it is impossible."""
         if len(ranks) < 2 or self._hosts is None or now.control is None:
             return False, None
-        return share(self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
+        return self._next.get(share, self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""

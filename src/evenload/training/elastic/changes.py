@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel
 
+_Prepare = Callable[[MembershipChange], None]
 _POLL_S = 0.1
 """Longest wait without a look at signals, which only the main thread handles."""
 
@@ -15,13 +16,19 @@ _POLL_S = 0.1
 class MembershipChanges:
     """The newest change that the supervisor sent."""
 
-    def __init__(self, channel: MessageChannel, worker: str, abort: Callable[[str, int], None]) -> None:
-        """`abort` is called in the thread with the reason and the number of each urgent change, as soon as it arrives."""
+    def __init__(
+        self, channel: MessageChannel, worker: str, abort: Callable[[str, int], None], prepare: _Prepare
+    ) -> None:
+        """`abort` is called in the thread with the reason and the number of each urgent change, as soon as it arrives.
+        `prepare` is called in a further thread with each other change, and does what it can while the step goes on.
+        """
         self._channel = channel
         self._worker = worker
-        self._abort = abort
+        self._abort, self._prepare = abort, prepare
         self._arrived = threading.Condition()
         self.newest: MembershipChange | None = None
+        self.ready_number = -1
+        """That of the newest change for which this rank is prepared."""
         self.received_s = 0.0
         """Time at which the newest change arrived, by `time.monotonic`."""
         threading.Thread(target=self._read, name="evenload-membership", daemon=True).start()
@@ -43,7 +50,7 @@ class MembershipChanges:
         began_s = time.monotonic()
         with self._arrived:
             while True:
-                change = self.newest
+                change = self.newest if self.newest_number <= self.ready_number else None
                 if change is not None and change.number > after and self._worker in (*change.workers, *change.left):
                     return change
                 if time.monotonic() - began_s >= timeout_s or self._channel.ended:
@@ -59,11 +66,22 @@ class MembershipChanges:
                     if message.number <= self.newest_number:
                         continue
                     self.newest, self.received_s = message, time.monotonic()
+                    self.ready_number = message.number if message.urgent else self.ready_number
                     self._arrived.notify_all()
-                if message.urgent:
+                if not message.urgent:
+                    threading.Thread(target=self._get_ready, args=(message,), daemon=True).start()
+                else:
                     self._abort("; ".join(lost.reason for lost in message.lost) or "a rank is lost", message.number)
         with self._arrived:
             self._arrived.notify_all()
+
+    def _get_ready(self, change: MembershipChange) -> None:
+        try:
+            self._prepare(change)
+        finally:
+            with self._arrived:
+                self.ready_number = max(self.ready_number, change.number)
+                self._arrived.notify_all()
 
     def close(self) -> None:
         self._channel.close()

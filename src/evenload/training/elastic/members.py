@@ -77,11 +77,14 @@ class Members(StepListener):
         loaders: Sequence[StepLoader],
         schedule: CheckpointSchedule,
         why_not: Callable[[], str],
+        before_join: Callable[[], None],
     ) -> None:
-        """`why_not` returns why this rank could not take part in a change: what a peer's state would not restore."""
+        """`why_not` returns why this rank could not take part in a change: what a peer's state would not restore.
+        `before_join` does, in a rank that joins, what the others would wait for in its first step.
+        """
         self._context = context
         self._loaders = loaders
-        self._why_not = why_not
+        self._why_not, self._before_join = why_not, before_join
         self._worker = context.spec.worker
         self._joins = context.spec.joining
         """True until this rank is admitted."""
@@ -95,7 +98,7 @@ class Members(StepListener):
         self._schedule = schedule
         self._transfer = StateTransfer(context, schedule)
         self._changes = MembershipChanges(
-            MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort
+            MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort, self._prepare
         )
         self.stall_watch = StallWatch(context, self._changes.send)
         """A listener of the loop."""
@@ -107,7 +110,7 @@ class Members(StepListener):
 
     @property
     def newest_number(self) -> int:
-        return max(self._tried, self._changes.newest_number)
+        return max(self._tried, self._changes.ready_number)
 
     # -- callbacks of the loop ------------------------------------------------------------------------------------------
 
@@ -172,6 +175,11 @@ class Members(StepListener):
 
     # -- Recovery -------------------------------------------------------------------------------------------------------
 
+    @property
+    def knows_loss(self) -> bool:
+        change = self._changes.newest
+        return self._is_capable and change is not None and change.urgent and change.number > self._tried
+
     def recover(self, error: PeerLostError) -> float | None:
         """See `Recovery.recover`."""
         self._follow_changes(error)
@@ -206,6 +214,9 @@ class Members(StepListener):
             raise LaunchError(f"this rank can't join the run: {reason}")
         for loader in self._loaders:
             loader.loader.draws_alone = True
+        self._before_join()
+        if len(self._loaders) == 1:  # of several, the script may use another one first
+            self._loaders[0].loader.start_early()
         while self._is_alone():
             # Again now and then: a supervisor that does not expect it ends this process.
             self._changes.send(Ready(self._worker))
@@ -230,9 +241,7 @@ class Members(StepListener):
         self._tried = change.number
         self._is_away = self._is_away or not groups.generation.computes
         rank = change.workers.index(self._worker)
-        groups.rebuild(
-            Membership(change.number, change.workers, change.store, change.device_names), rank, self._check_newest
-        )
+        groups.rebuild(_membership_of(change), rank, self._check_newest)
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
         if not whole:
@@ -263,6 +272,14 @@ class Members(StepListener):
         if not (missed or own.joins or own.is_inside):
             self._transfer_state()
         return num_collectives
+
+    def _prepare(self, change: MembershipChange) -> None:
+        if self._worker in change.workers:
+            groups, changes = self._context.groups, self._changes
+            if change.joined:
+                self._transfer.prepare()
+            rank = change.workers.index(self._worker)
+            groups.prepare(_membership_of(change), rank, lambda: changes.newest_number > change.number or groups.closed)
 
     def _check_newest(self) -> None:
         if self._changes.newest_number > self._tried:
@@ -367,6 +384,10 @@ class Members(StepListener):
     def close(self) -> None:
         self.stall_watch.close()
         self._changes.close()
+
+
+def _membership_of(change: MembershipChange) -> Membership:
+    return Membership(change.number, change.workers, change.store, change.device_names)
 
 
 def _as_lost(error: PeerLostError | LaunchError) -> PeerLostError:

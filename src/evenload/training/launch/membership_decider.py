@@ -131,6 +131,12 @@ class MembershipDecider:
         return self._pending
 
     @property
+    def awaited(self) -> tuple[str, ...]:
+        """The members that have not followed a change after a loss, which all wait for."""
+        change = self._pending
+        return () if change is None or not change.urgent else tuple({*change.workers} - self._switched)
+
+    @property
     def num_restarts(self) -> int:
         """At the place that has had most, without workers that have not joined."""
         joining = Counter(self.places[name].index for name in (*self._joiners, *(s.worker for s in self._to_start)))

@@ -291,7 +291,8 @@ class RunMembers:
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
         """Kill members that stall the others, if they can go on without them or start again; print a line otherwise."""
         members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
-        found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
+        stopped = [name for name in members if self._workers[name].is_stopped()]
+        found = self._stalls.judge(members, stopped, now_s, decider.awaited)
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
         if found.deadlock_s and len(members) == len(decider.members):

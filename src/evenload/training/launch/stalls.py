@@ -16,6 +16,8 @@ from evenload.training.launch.membership_messages import Activity, Waits
 
 STOPPED_S = 4.0
 """A process that is stopped for so long is stalled, whatever it did."""
+AWAITED_S = 1.0
+"""The same, where the repair of a loss waits for it: training shall go on within 3 s."""
 EVERY_S = 0.25
 _LONGEST_GAP_S = 1.0
 """After a longer time without a look this process itself was stopped, and what it knows is old."""
@@ -50,6 +52,8 @@ class StallMonitor:
         self._activities: dict[str, tuple[Activity, float]] = {}
         self._waits: dict[str, tuple[Waits, float]] = {}
         self._stopped_since_s: dict[str, float] = {}
+        self._awaited_since_s: dict[str, float] = {}
+        """Of those that are stopped."""
         self._judged_s = 0.0
         self._reported: set[str] = set()
 
@@ -66,17 +70,22 @@ class StallMonitor:
     def is_due(self, now_s: float) -> bool:
         return now_s - self._judged_s >= EVERY_S
 
-    def judge(self, members: Sequence[str], stopped: Collection[str], now_s: float) -> StallFindings:
-        """Return the members that stall the others; `stopped` are those whose processes are stopped now."""
+    def judge(
+        self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
+    ) -> StallFindings:
+        """Return the members that stall the others; `stopped` are stopped now, and the repair of a loss waits for `awaited`."""
         if now_s - self._judged_s > _LONGEST_GAP_S:
             self._stopped_since_s.clear()
+            self._awaited_since_s.clear()
             self._waits.clear()
         self._judged_s = now_s
         stalled: dict[str, str] = {}
         if len(stopped) < len(members):  # whoever stops all of them means it
+            held_up = [name for name in stopped if name in awaited]
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
+            self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
             for name, since_s in self._stopped_since_s.items():
-                if now_s - since_s >= STOPPED_S:
+                if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
                     stalled[name] = (
                         f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s{self._where(name)}"
                     )

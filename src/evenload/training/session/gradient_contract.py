@@ -158,16 +158,20 @@ class GradientContract(StepListener):
         if self._verifies:
             return
         if self._scalers is None:
-            found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor)
-            self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]
-            scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
-            self._scalers = [weakref.ref(scaler) for scaler in scalers]
-            self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
-            self._check_wrapped(found)
-            self._unprepared.find(found)
+            self.search()
         self._unprepared.begin()
         if self._num_backwards < _NUM_SCALED:
             self._counts = self._scheduler_steps()
+
+    def search(self) -> None:
+        """Find what is looked at in the first backwards; a rank that joins does it before the others wait for it."""
+        found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor)
+        self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]
+        scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
+        self._scalers = [weakref.ref(scaler) for scaler in scalers]
+        self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
+        self._check_wrapped(found)
+        self._unprepared.find(found)
 
     def on_gradients(self, step: Step) -> None:
         self._unprepared.end()

@@ -83,7 +83,7 @@ class Session(StepListener):
         self._members: Members | None = None
         self._trains = trains = context.spec.mode == "train" and not asynchronous
         if is_watched(context.config, context.spec):
-            self._members = Members(context, loaders, saver, self._why_not_restored)
+            self._members = Members(context, loaders, saver, self._why_not_restored, self._contract.search)
             saver.before_write = self._members.catch_up
         # Under async rank 0 computes nothing.
         coupling = CouplingWatch(context, models) if trains else None

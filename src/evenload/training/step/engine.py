@@ -170,10 +170,7 @@ class Engine:
         self.clock.switch("compute")
         generation = self.groups.generation
         self._consistency.begin(
-            batch.global_step,
-            first_call=stats.calls == 0,
-            ranks=generation.computing,
-            takes_part=generation.computes,
+            batch.global_step, first_call=stats.calls == 0, ranks=generation.computing, takes_part=generation.computes
         )
         began_s = time.perf_counter()
         generators = randomness.save(self.device, self._other_gpus)
@@ -186,6 +183,7 @@ class Engine:
                 randomness.put_back(generators)
         except BaseException:
             self.strategy.rollback(together=attempt.failed_together)
+            self.buffers.restore()  # the script may catch it, and try again
             raise
         finally:
             self.clock.switch("optimizer")
@@ -290,8 +288,9 @@ class Engine:
                 # It would keep the frames of `error`, and with them the activations, while memory is freed for the next attempt.
                 failed.__context__ = None
                 return failed
-            except PeerLostError:
-                raise error from None
+            except PeerLostError as lost:
+                # Without the lost rank the step is computed again, and fails again if it must.
+                raise (lost if self._recovery is not None and self._recovery.knows_loss else error) from None
             raise
 
     def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:

@@ -10,7 +10,11 @@ from evenload.errors import PeerLostError
 class Recovery(Protocol):
     @property
     def newest_number(self) -> int:
-        """Number of the newest membership that this rank knows, whether it is in force or not."""
+        """Number of the newest membership that this rank knows and is prepared for, whether it is in force or not."""
+
+    @property
+    def knows_loss(self) -> bool:
+        """True if a rank is known to be lost, and this one has not gone on without it yet."""
 
     def recover(self, error: PeerLostError) -> float | None:
         """Begin a generation of the remaining ranks, on all of them.
