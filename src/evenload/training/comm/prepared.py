@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
-"""How some ranks of one host share memory: `share_sums` or `share_statistics`."""
+"""Lets some ranks of one host share memory: `share_sums` or `share_statistics`."""
 Parts = dict[object, Any]
 """What functions returned for all ranks, by function."""
 _POLL_S = 0.01
