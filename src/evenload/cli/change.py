@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from evenload.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenload.scheduler.client import Client
+
+_NUMBER_OF_DEVICES = re.compile(r"\d+(:\d+)?")
 
 
 def change(
@@ -76,6 +79,11 @@ def change(
     if runs:
         _change_runs(runs, jobs, values, hold or release)
         return
+    if devices is not None and not _NUMBER_OF_DEVICES.fullmatch(devices):
+        raise ConfigError(
+            f"-d {devices} names the devices of a run, and {jobs[0]!r} is no run folder: give the project_dir of a run that has "
+            "begun; for a job, -d takes their number, N or MIN:MAX"
+        )
     fields = _fields(values)
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
