@@ -84,6 +84,8 @@ def change(
             f"-d {devices} names the devices of a run, and {jobs[0]!r} is no run folder: give the project_dir of a run that has "
             "begun; for a job, -d takes their number, N or MIN:MAX"
         )
+    from evenload.views.queue.text import moment
+
     fields = _fields(values)
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
@@ -92,7 +94,8 @@ def change(
         if hold or release:
             client.call("hold" if hold else "release", jobs=ids)
         words = [*(["held" if hold else "released"] if hold or release else []), *values]
-        return [(job, f"{', '.join(words)}{' changed' if values else ''}") for job in ids]
+        begins = f"; not to start before {moment(fields['not_before_s'])}" if "not_before_s" in fields else ""
+        return [(job, f"{', '.join(words)}{' changed' if values else ''}{begins}") for job in ids]
 
     act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act, at_once=not fields)
 
