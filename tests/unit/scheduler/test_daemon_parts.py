@@ -28,8 +28,8 @@ from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
-from evenload.scheduler.runner.__main__ import _write_result, is_killed
 from evenload.scheduler.runner import files
+from evenload.scheduler.runner.__main__ import _write_result, is_killed
 from evenload.scheduler.runner.files import RunnerResult
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
