@@ -15,8 +15,6 @@ from evenload.errors import ConfigError
 if TYPE_CHECKING:
     from evenload.scheduler.client import Client
 
-_NUMBER_OF_DEVICES = re.compile(r"\d+(:\d+)?")
-
 
 def change(
     context: typer.Context,
@@ -79,7 +77,7 @@ def change(
     if runs:
         _change_runs(runs, jobs, values, hold or release)
         return
-    if devices is not None and not _NUMBER_OF_DEVICES.fullmatch(devices):
+    if devices is not None and not re.fullmatch(r"\d+(:\d+)?", devices):
         raise ConfigError(
             f"-d {devices} names the devices of a run, and {jobs[0]!r} is no run folder: give the project_dir of a run that has "
             "begun; for a job, -d takes their number, N or MIN:MAX"

@@ -118,7 +118,7 @@ def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | 
 
     if members := members_of(folder):
         print(f"\nin progress on {'; '.join(members)}")
-    elif text := describe_lost_end(folder, is_open=is_open(read_events(folder))):
+    elif is_open(read_events(folder)) and (text := describe_lost_end(folder)):
         print(f"\n{text}")
 
 

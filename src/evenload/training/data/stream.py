@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
-from evenload.training.data.killed_workers import WorkerKilledError, await_workers, find_dead_worker, iterate
+from evenload.training.data.killed_workers import await_workers, find_dead_worker, iterate
 from evenload.training.data.order import BroadcastIntegers
 from evenload.training.data.rank_dependence import differs, sharded_stream, stream_row
 from evenload.training.data.reading import (
@@ -144,8 +144,6 @@ class StreamReader:
         try:
             with await_workers(batches):
                 return next(batches, ())
-        except WorkerKilledError:
-            raise
         except Exception as error:
             if (dead := find_dead_worker(batches, error)) is not None:
                 raise dead from None

@@ -129,14 +129,12 @@ _SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no
 _NO_MEMORY = re.compile(r"\bout of memory\b|can't allocate memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE)
 _OPTIM = str(Path("torch", "optim"))
 _MEMORY_OUTSIDE = (
-    "memory ran out outside step.backward, where Evenload can't repeat the work in smaller parts: evaluate under "
-    "torch.no_grad(), with a smaller batch_size of the loader that run.batches receives, and keep no outputs on the device "
-    "(.cpu(), .tolist()); a device that is too small is left out by -d"
+    "outside step.backward Evenload can't repeat the work in smaller parts: evaluate under torch.no_grad(), with a smaller "
+    "batch_size of the loader that run.batches receives; keep no outputs on the device (.cpu()); -d leaves a small device out"
 )
 _MEMORY_OF_OPTIMIZER = (
-    "the optimizer's step did not fit; it makes its state in its first step (AdamW: twice the weights). Use fused=True, or "
-    "foreach=False, which needs no copies of all gradients, an optimizer with less state, evenload.place to divide the model "
-    "over devices, or leave the small device out by -d"
+    "the first step makes the optimizer's state (AdamW: twice the weights). Use fused=True or foreach=False, an optimizer with "
+    "less state, evenload.place to divide the model over devices, or leave the small device out by -d"
 )
 _COMPUTE = str(Path("evenload", "training", "compute"))
 

@@ -80,15 +80,13 @@ class ScriptSettings:
         found = {}
         for name in self._models:
             tensors = state.get(name, {}).values()
-            kinds = {str(part.dtype)[6:] for part in tensors if isinstance(part, torch.Tensor) and not _counts(part)}
+            dtypes = [part.dtype for part in tensors if isinstance(part, torch.Tensor)]
+            kinds = {str(dtype)[6:] for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
             found[f"{name}.{_DTYPE}"] = ", ".join(sorted(kinds))
         return found
 
     def compare(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[ChangedSetting]:
-        """Return the values that differ from those of a checkpoint, and dtypes from its `state` by name.
-
-        A value that only one of them has is left out.
-        """
+        """Return the values that differ from those of a checkpoint, or of its `state`; one that only one side has is left out."""
         saved = {**saved, **(self._dtypes(state) if state else {})}
         return [
             ChangedSetting(name, saved[name], now)
@@ -178,10 +176,7 @@ def conflicts(changed: Sequence[ChangedSetting], cursors: Sequence[Mapping[str, 
 def changes_text(
     changed: Sequence[ChangedSetting], conflicting: Collection[str], *, override: bool, refused: bool = False
 ) -> str:
-    """Return a table of the changed values, what is done with each, and how to choose otherwise.
-
-    `refused`: an error that follows says why none of them is taken.
-    """
+    """Return a table of the changed values, what is done with each (nothing if `refused`), and how to choose otherwise."""
     of_data = "taken; the rest of the epoch is left out" if override else "can't change within an epoch"
     rows = [("setting", "saved", "now", "")]
     for row in changed:
@@ -206,11 +201,8 @@ def changes_text(
 def resumed_text(step: int, epochs: Sequence[int], missing: Sequence[int], *, finished: bool) -> str:
     """Return where a run resumes; `missing` are ranks that can't see rank 0's checkpoint."""
     if finished:
-        found = ", ".join(map(str, epochs))
-        return (
-            f"this run is finished at step {step} (epoch {found}); more epochs in the script continue it, --fresh starts "
-            "from scratch"
-        )
+        where = f"step {step} (epoch {', '.join(map(str, epochs))})"
+        return f"this run is finished at {where}; more epochs in the script continue it, --fresh starts from scratch"
     sent = f"; sent to ranks {[*missing]}, which can't see rank 0's run folder" if missing else ""
     return f"resuming at step {step}{sent}"
 
@@ -245,10 +237,6 @@ def _flatten(name: str, state: Any) -> dict[str, Any]:
         }
     value = _plain(state)
     return {} if value is None else {name: value}
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _plain(value: Any) -> Any:

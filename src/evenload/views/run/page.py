@@ -95,7 +95,7 @@ def _state(folder: Path, history: RunHistory, now_s: float) -> str:
         return '<span class="chip end">no records yet</span>'
     if not history.is_open:
         return '<span class="chip end">ended</span>'
-    if silent_s > _GONE_S and (text := describe_lost_end(folder, is_open=True)):
+    if silent_s > _GONE_S and (text := describe_lost_end(folder)):
         return f'<span class="chip bad">{escape(text)}</span>'
     if silent_s > max(_QUIET_S, 20 * (history.usual_step_s or 0.0)):
         minutes = f"{silent_s // 60:.0f} min" if silent_s < 7200 else f"{silent_s // 3600:.0f} h"

@@ -122,12 +122,9 @@ def is_open(events: Sequence[RunEvent]) -> bool:
     return next((event.kind == "open" for event in reversed(events) if event.kind in ("open", "close")), False)
 
 
-def describe_lost_end(folder: Path, *, is_open: bool) -> str:
-    """Return how to go on with a run whose processes are gone without an end; empty if they aren't, or that is unknown.
-
-    `is_open`: its newest session has no end in the records.
-    """
-    if not is_open or not holder_is_gone(folder):
+def describe_lost_end(folder: Path) -> str:
+    """Return how to go on with an open run whose processes are gone; empty if they aren't, or that is unknown."""
+    if not holder_is_gone(folder):
         return ""
     newest = next(reversed(checkpoint_folders(folder)), None)
     where = "it has no checkpoint, and begins anew" if newest is None else f"it resumes at step {step_of(newest)}"
