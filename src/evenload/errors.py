@@ -7,7 +7,8 @@ EvenloadError
 ├── StepError            `step.backward` or the training loop is used in a way that would be wrong
 │   └── NonFiniteError   the loss or the gradient stayed NaN or infinite
 ├── CheckpointError      a checkpoint can't be written or read, or does not match
-│   └── DamagedError     a file of a checkpoint is missing, torn or changed
+│   ├── DamagedError     a file of a checkpoint is missing, torn or changed
+│   └── UnwritableError  the disk does not take a checkpoint now: no room, no permission, an error
 ├── LaunchError          the ranks can't be started, or their rendezvous fails
 ├── DesyncError          the ranks of a run do different things (one has left the loop, another has not)
 │   └── DivergenceError  the ranks no longer hold the same parameters or buffers
@@ -57,6 +58,10 @@ class CheckpointError(EvenloadError):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, torn or changed."""
+
+
+class UnwritableError(CheckpointError):
+    """The disk does not take a checkpoint now; the next attempt may succeed."""
 
 
 class LaunchError(EvenloadError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,6 +77,13 @@ def change(
     if runs:
         _change_runs(runs, jobs, values, hold or release)
         return
+    if devices is not None and not re.fullmatch(r"\d+(:\d+)?", devices):
+        raise ConfigError(
+            f"-d {devices} names the devices of a run, and {jobs[0]!r} is no run folder: give the project_dir of a run that has "
+            "begun; for a job, -d takes their number, N or MIN:MAX"
+        )
+    from evenload.views.queue.text import moment
+
     fields = _fields(values)
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
@@ -84,7 +92,8 @@ def change(
         if hold or release:
             client.call("hold" if hold else "release", jobs=ids)
         words = [*(["held" if hold else "released"] if hold or release else []), *values]
-        return [(job, f"{', '.join(words)}{' changed' if values else ''}") for job in ids]
+        begins = f"; not to start before {moment(fields['not_before_s'])}" if "not_before_s" in fields else ""
+        return [(job, f"{', '.join(words)}{' changed' if values else ''}{begins}") for job in ids]
 
     act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act, at_once=not fields)
 

@@ -15,6 +15,7 @@ import evenload
 from evenload.cli.exit_codes import help_text
 from evenload.errors import ConfigError, EvenloadError
 from evenload.foreign_names import COMMANDS_ELSEWHERE, describe_unknown
+from evenload.job.output import open_standard_streams
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
+    open_standard_streams()
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:

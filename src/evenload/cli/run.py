@@ -125,7 +125,7 @@ def _launch(
     rendezvous: RendezvousConfig | None,
     max_restarts: int | None,
 ) -> int:
-    from evenload.job.output import drop_on_full_disk
+    from evenload.job.output import drop_what_is_not_taken
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.queue_devices import default_devices
     from evenload.training.launch.request import MAX_RESTARTS, LaunchRequest, plan
@@ -133,7 +133,7 @@ def _launch(
     from evenload.training.launch.throttle import parse_throttle
     from evenload.views.run.progress import RunProgress
 
-    drop_on_full_disk()
+    drop_what_is_not_taken()
     settings = {key: value for key, value in values.items() if key not in LAUNCH_KEYS}
     options = settings.get("logger_options", {})
     check_loggers(settings.get("loggers", tuple(options)), options)  # the script may name the loggers

@@ -102,7 +102,8 @@ def show(
 
 
 def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | None = None) -> None:
-    from evenload.views.run.summary import summarize_run, summary_to_json
+    from evenload.records.reader import read_events
+    from evenload.views.run.summary import describe_lost_end, is_open, summarize_run, summary_to_json
 
     summary = summarize_run(folder, is_wanted)
     if as_json:
@@ -117,6 +118,8 @@ def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | 
 
     if members := members_of(folder):
         print(f"\nin progress on {'; '.join(members)}")
+    elif is_open(read_events(folder)) and (text := describe_lost_end(folder)):
+        print(f"\n{text}")
 
 
 def _write_page(folder: Path, path: Path) -> None:

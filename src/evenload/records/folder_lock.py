@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import IO
 
@@ -50,6 +51,20 @@ def lock_folder(folder: Path) -> IO[str]:
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return file
+
+
+def holder_is_gone(folder: Path) -> bool:
+    """Return whether the process that locked a run folder last is known to have ended: one of this machine, without the lock.
+
+    Not for a process that holds the lock itself: to close the file would end it.
+    """
+    wanted = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            is_here = file.read().endswith(f" on {socket.gethostname()}".encode())
+            return is_here and struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))[0] == fcntl.F_UNLCK
+    except OSError:  # there is none, or this file system has no locks
+        return False
 
 
 def _is_file_of(file: IO[str], path: Path) -> bool:

@@ -41,7 +41,7 @@ def read_schema(checkpoint: Path) -> int | None:
     try:
         content = (checkpoint / INFO_FILE).read_bytes()
         info = json.loads(content)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return None
     intact = isinstance(info, dict) and content == _sealed(info).encode()
     return int(info["schema"]) if intact and "schema" in info else None
@@ -91,7 +91,7 @@ def find_damage(checkpoint: Path, *, contents: bool = True) -> str:
         info = json.loads(content)
     except FileNotFoundError:
         return ""
-    except ValueError:
+    except (IsADirectoryError, ValueError):
         return f"{INFO_FILE} is damaged"
     if not isinstance(info, dict) or (info.keys() & {"schema", "files", "crc32"} and content != _sealed(info).encode()):
         return f"{INFO_FILE} is damaged"
@@ -103,7 +103,7 @@ def find_damage(checkpoint: Path, *, contents: bool = True) -> str:
             return f"{name} is missing"
         if all(num_bytes != size for size, _ in allowed):
             return f"{name} has {num_bytes} bytes instead of {allowed[0][0]}"
-        if contents and list(_sum(path)) not in allowed:
+        if path.is_dir() or (contents and list(_sum(path)) not in allowed):
             return f"{name} does not match its checksum"
     return ""
 

@@ -177,7 +177,7 @@ class Recorder:
         with self._lock:
             self._closed = True
             if self._console is not None:
-                _print(self._console.finish())
+                print_lines(self._console.finish())
             self._opened.close()
 
     def _logger_event(self, logger: str, message: str) -> None:
@@ -193,7 +193,7 @@ class Recorder:
 
     def _show(self, record: Record) -> None:
         if self._console is not None:
-            _print(self._console.add(record))
+            print_lines(self._console.add(record))
 
 
 def append_event(folder: Path, event: RunEvent) -> None:
@@ -232,14 +232,14 @@ class _AppendOnlyFile:
                 raise
             if not self._is_full:
                 self._is_full = True
-                _print(
+                print_lines(
                     [
                         f"evenload: RECORDS WAIT: {self._path} can't be written ({error}); they are kept, training goes on"
                     ]
                 )
 
     def _begin_anew(self) -> None:
-        _print([f"evenload: RECORDS REMOVED: {self._path} was deleted while the run writes it; it begins anew"])
+        print_lines([f"evenload: RECORDS REMOVED: {self._path} was deleted while the run writes it; it begins anew"])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         before = self._file
         self._open()
@@ -250,7 +250,7 @@ class _AppendOnlyFile:
             with contextlib.suppress(OSError):
                 self.write(b"")
         if self._unwritten:
-            _print([f"evenload: RECORDS LOST: {len(self._unwritten)} bytes of {self._path} could not be written"])
+            print_lines([f"evenload: RECORDS LOST: {len(self._unwritten)} bytes of {self._path} could not be written"])
         self._file.close()
 
 
@@ -268,11 +268,14 @@ def _inspect(path: Path) -> tuple[bool, bool]:
         return False, True
 
 
-def _print(texts: list[str]) -> None:
+def print_lines(texts: list[str]) -> None:
+    """Print, if stdout takes it: a full disk, a reader that is gone or an encoding is no reason to end a run."""
     for text in texts:
-        # One call a line: unbuffered, `print` writes the newline by itself, and other ranks write between.
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            # One call a line: unbuffered, `print` writes the newline by itself, and other ranks write between.
+            sys.stdout.write(f"{text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
+            sys.stdout.flush()
 
 
 def as_float(name: object, value: Any) -> float:

@@ -192,7 +192,7 @@ class Run:
 
         Raises:
             ConfigError: an argument is wrong.
-            CheckpointError: `resume` was not called, or the checkpoint can't be written.
+            CheckpointError: `resume` was not called, the state can't be saved, or, without `every`, the disk does not take it.
         """
         self._context.control.meet()
         return self._saver.checkpoint(every, keep, best, values)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.errors import CheckpointError
+from evenload.errors import CheckpointError, UnwritableError
 from evenload.testing import run_ranks
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.retention import Retention
@@ -71,14 +71,14 @@ def _killed(folder: str) -> list[tuple[int, int, int]]:
 
 
 def _beside(folder: str) -> dict[str, Any]:
-    """Two ranks; each write takes half a second, and the third fails."""
+    """Two ranks; the disk fails in the writes of the steps 6, 8 and 9, the last of which the script requests."""
     run = evenload.init(project_dir=folder, seed=0)
     write, gate = files.write, threading.Event()
 
     def slow(folder: Path, step: int, *arguments: Any) -> int:
         gate.wait(10)
-        if step in (6, 8):
-            raise CheckpointError("the disk is gone")
+        if step in (6, 8, 9):
+            raise UnwritableError("the disk is gone")
         return write(folder, step, *arguments)
 
     files.write = slow
@@ -94,7 +94,7 @@ def _beside(folder: str) -> dict[str, Any]:
         optimizer.zero_grad()
         weights[step.index + 1] = model.weight.detach().clone()
         try:
-            run.checkpoint(every=2)
+            run.checkpoint(every=None if step.index == 8 else 2)
         except CheckpointError as error:
             failed.append((step.index + 1, str(error)))
         if step.index + 1 == 3:
@@ -115,8 +115,8 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 def test_two_ranks_go_on_and_learn_of_a_failure_together(tmp_path: Path) -> None:
     first, second = run_ranks(_beside, 2, str(tmp_path / "run"))
     assert first["ahead"] == second["ahead"] == 1, "step 3 was done before the checkpoint of step 2 was written"
-    assert first["failed"] == [(8, "the disk is gone")]
-    assert second["failed"] == [(8, "rank 0 failed to write the checkpoint")]
+    assert first["failed"] == [(9, "the disk is gone")]
+    assert second["failed"] == [(9, "rank 0 failed to write the checkpoint")]
     assert all(torch.equal(first["weights"][step], second["weights"][step]) for step in first["weights"])
     assert torch.equal(first["saved"], first["weights"][10])
     events = (tmp_path / "run" / "events.jsonl").read_text()

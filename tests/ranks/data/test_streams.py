@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +42,16 @@ class Stream(IterableDataset[int]):
             yield from mine
 
 
+class Killed(Stream):
+    """Its worker is killed in the middle."""
+
+    def __iter__(self) -> Iterator[int]:
+        for value in super().__iter__():
+            if value == 20 and get_worker_info() is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield value
+
+
 class Sized(Stream):
     def __len__(self) -> int:
         return self.num_samples
@@ -67,6 +81,22 @@ def test_workers_give_the_plain_loaders_batches_too() -> None:
     assert [flat(joined(step)) for step in lockstep(ranks)] == plain
     assert {len(step) for step in plain} == {5, 2, 1}  # ragged where a worker ends: as the user would get it
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file <_io.BufferedRandom:ResourceWarning")  # as in test_workers.py
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_is_killed_is_named_where_it_is_read() -> None:
+    """Torch's handler of SIGCHLD would raise wherever the script is then, in loss_fn for instance."""
+    assert len(list(DataLoader(Stream(4), num_workers=1))) == 4  # a plain loader, which leaves the handler behind
+    (rank,) = make_ranks(Board((1,)), DataLoader(Killed(43), batch_size=5, num_workers=1))
+    found = []
+    with pytest.raises(DataError, match=r"DataLoader worker 0 of this rank \(pid \d+\) was killed by SIGKILL"):
+        for step in lockstep([rank]):
+            time.sleep(0.3)
+            found.append(flat(joined(step)))
+    rank.close()
+    gc.collect()  # of what torch left of the worker, not in the middle of another test
+    assert found[0] == [0, 1, 2, 3, 4] and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

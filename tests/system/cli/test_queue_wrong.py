@@ -90,6 +90,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         ("cancel", "9-1", "jobs 9-1: expected FIRST-LAST"),
         ("change", "1", "nothing to change"),
         ("change", "runs/gpt -d cpu:2", "runs/gpt: there is no run in this folder, or it has not begun"),
+        ("change", "gpt -d cpu:2", "-d cpu:2 names the devices of a run, and 'gpt' is no run folder"),
         ("change", "1 --hold --release", "--hold and --release contradict each other"),
         ("change", "1 --time soon", "--time soon: expected SOFT"),
         ("show", "nobody", "no job 'nobody' in this queue"),

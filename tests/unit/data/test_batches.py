@@ -144,3 +144,20 @@ def test_what_pinned_memory_brings_is_measured() -> None:
     assert 0 < pinned_s < 10 and 0 < usual_s < 10
     with pytest.raises(RuntimeError):
         transfer_seconds(torch.zeros(3, device="cuda"), torch.device("cuda"))
+
+
+class ByItem(dict[str, Any]):
+    """Its attributes are its keys: another name is no AttributeError, but a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class ByGet(dict[str, Any]):
+    __getattr__ = dict.get
+
+
+@pytest.mark.parametrize("kind", [ByItem, ByGet])
+def test_dicts_whose_keys_are_attributes(kind: type[Any]) -> None:
+    moved = move(kind(x=torch.ones(2), rows=kind(y=torch.ones(1))), META)
+    assert type(moved) is kind and moved.x.device == moved.rows.y.device == META
+    assert vars(moved) == {}

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import torch
 
 from evenload.errors import CheckpointError, DataError, PeerLostError, RankFailedError
 from evenload.testing.ranks import run_ranks
@@ -131,3 +132,18 @@ def test_a_second_report_replaces_a_longer_one_and_a_huge_one_is_cut(tmp_path):
             found.kind == "ValueError" and message.startswith(found.message) and len(found.message) >= len(message) / 16
         )
     assert found.message == "short"
+
+
+def test_memory_that_runs_out_outside_the_backward_has_a_hint():
+    def evaluate():
+        return torch.empty(1 << 52)
+
+    def step():
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1)
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        optimizer.register_step_pre_hook(lambda *_: torch.empty(1 << 52))
+        optimizer.step()
+
+    assert "batch_size of the loader that run.batches receives" in describe_error(_caught(evaluate), 0, 3).message
+    assert "Use fused=True" in describe_error(_caught(step), 0, 3).message

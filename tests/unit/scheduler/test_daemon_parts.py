@@ -28,6 +28,7 @@ from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import LOGS, SETTINGS_FILE, socket_address
+from evenload.scheduler.runner import files
 from evenload.scheduler.runner.__main__ import _write_result, is_killed
 from evenload.scheduler.runner.files import RunnerResult
 from evenload.scheduler.store.reader import Reader
@@ -278,3 +279,14 @@ def test_cancel_reads_the_reply_of_an_earlier_versions_daemon(
     monkeypatch.setattr(cancel_module, "act_on_jobs", act_on_jobs)
     cancel_module.cancel(["1"])
     assert "asked to save" in capsys.readouterr().out
+
+
+def test_a_daemon_of_an_earlier_version_reads_what_a_new_runner_notes(tmp_path: Path) -> None:
+    """It runs through the upgrade, compares the whole file, and fails a job that "may not report" where it should go on."""
+    descriptors = files.open_protocol(tmp_path)
+    assert (tmp_path / "protocol").read_bytes() == b"0" and files.began_since_boot_s(tmp_path) is None
+    files.note_start(descriptors, reports=True)
+    assert (tmp_path / "protocol").read_bytes() == b"1" and files.may_report(tmp_path)
+    assert (files.began_since_boot_s(tmp_path) or 0.0) > 0
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -387,6 +387,8 @@ def test_held_and_not_before() -> None:
     queue.settle()
     assert queue.running == set()
     assert queue.waits() == {"later": "is not to start for another 50 s", "held": "its owner holds it back"}
+    queue.now_s = -22903.0
+    assert queue.waits()["later"] == "is not to start for another 6:22 h"
     queue.now_s = 50.0
     queue.apply(events.Released(50.0, "held"))
     queue.settle()

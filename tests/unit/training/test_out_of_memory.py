@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, TensorDataset
 
+import evenload
 from evenload.errors import StepError
+from evenload.records.reader import read_events
 from evenload.training.compute.out_of_memory import is_fragmented, is_much_unused, is_out_of_memory
 
 GIB = 2**30
@@ -100,3 +106,20 @@ def test_free_blocks_worth_returning() -> None:
     assert not is_much_unused(10 * GIB, 10 * GIB - GIB // 8)
     assert not is_much_unused(GIB // 32, GIB // 64)
     assert not is_fragmented(torch.device("cpu"))
+
+
+def test_one_sample_that_did_not_fit_is_repeated_and_no_change_is_named(tmp_path: Path) -> None:
+    run = evenload.init(project_dir=tmp_path, micro_batch=1)
+    model, loader = run.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(2, 1)), 2))
+    failures = iter([torch.OutOfMemoryError("out of memory")])
+
+    def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
+        for error in failures:
+            raise error
+        return torch.as_tensor(model(batch[0]).mean())
+
+    for step in loader:
+        step.backward(loss_fn)
+    run.close()
+    (event,) = [event for event in read_events(tmp_path) if event.kind == "memory"]
+    assert event.message == "rank 0 ran out of memory in step 0 with one sample in a micro-batch; the step is repeated"

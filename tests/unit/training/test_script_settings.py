@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.errors import DataError
+from evenload.errors import CheckpointError, DataError
 from evenload.records.reader import read_events
 from evenload.training import run as run_module
 
@@ -37,9 +37,10 @@ class Job:
 
     def __init__(self, folder: Path, make_optimizer: Callable[[Any], Optimizer], make: Make, **loader: Any) -> None:
         self.run = evenload.init(project_dir=folder, seed=loader.pop("seed", 0))
-        data = TensorDataset(torch.ones(loader.pop("samples", 8), 2))
+        dtype = loader.pop("dtype", torch.float32)
+        data = TensorDataset(torch.ones(loader.pop("samples", 8), 2, dtype=dtype))
         self.model, self.loader = self.run.prepare(
-            nn.Linear(2, 1), DataLoader(data, **{"batch_size": 2, "shuffle": True, **loader})
+            nn.Linear(2, 1, dtype=dtype), DataLoader(data, **{"batch_size": 2, "shuffle": True, **loader})
         )
         self.optimizer = make_optimizer(self.model.parameters())
         self.scheduler = make(self.optimizer)
@@ -185,6 +186,26 @@ def test_within_an_epoch_data_can_not_change(job: Callable[..., Job], capsys: py
         job(_sgd(0.1), seed=3)
     shown = capsys.readouterr().out
     assert "can't change within an epoch" in shown and "leave the rest of the epoch out with --override" in shown
+
+
+def test_another_dtype_is_named(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
+    job(_sgd(0.1, momentum=0.9), dtype=torch.float64).train(3)
+    capsys.readouterr()
+    job(_sgd(0.1, momentum=0.9)).train(1)
+    assert ["model.dtype", "float64", "float32", "converted"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    job(_sgd(0.1, momentum=0.9)).train(1)
+    assert "the script is not the one" not in capsys.readouterr().out
+
+
+def test_a_refused_change_is_not_called_taken(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
+    job(_sgd(0.1)).train(3)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="is of class SGD, this script's of AdamW"):
+        job(lambda parameters: AdamW(parameters, 0.2))
+    shown = capsys.readouterr().out
+    assert "optimizer.class" in shown and "taken" not in shown and "to keep a saved value" not in shown
 
 
 def test_a_checkpoint_without_settings_loads(job: Callable[..., Job], tmp_path: Path) -> None:

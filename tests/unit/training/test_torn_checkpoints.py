@@ -106,6 +106,16 @@ def test_files_that_changed_places(run: Path) -> None:
     assert "it holds step 2" in found.report()
 
 
+@pytest.mark.parametrize("name", ["info.json", "skeleton.pt"])
+def test_a_folder_in_the_place_of_a_file(run: Path, name: str) -> None:
+    newest = run / "checkpoints" / "step-00000003"
+    (newest / name).unlink()
+    (newest / name).mkdir()
+    found = files.read_newest(run)
+    assert found is not None and files.step_of(found.folder) == 2 and name in found.report()
+    assert [bool(info.damage) for info in list_checkpoints(run)] == [False, False, True]
+
+
 def test_none_is_complete(run: Path) -> None:
     for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "skeleton.pt").write_bytes(b"")

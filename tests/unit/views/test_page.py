@@ -13,6 +13,7 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.records.lines import EVENTS_FILE, STEPS_FILE, event_line, step_line
 from evenload.records.reader import read_steps
+from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, RunEvent, StepRecord
 from evenload.stored_names import MEASUREMENT
 from evenload.views.run.accounts import COMPUTING, account
@@ -200,6 +201,12 @@ def test_a_run_that_still_trains_and_a_torn_line_are_read(tmp_path: Path) -> Non
     assert second is not None and "step 20/20" in second["head"]
     changed = {name for name in second if second[name] != first[name]}
     assert "plots" in changed and "settings" not in changed
+
+
+def test_a_resumed_run_before_its_first_step(tmp_path: Path) -> None:
+    write_run(tmp_path, 20, faults=(), closed=False)
+    Recorder(tmp_path).close()
+    assert "step 20/20" in RunPage(tmp_path).html()
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_breaks_no_script(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice, pool_choice
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import PENDING, RUNNING, JobState
-from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
+from evenload.scheduler.core.values import Job, Needs, Reservation, Settings, span
 
 _HOUR_S = 3600.0
 _MOST_KNOWN = 10_000
@@ -56,7 +56,7 @@ class Eligibility:
             elif job.unmet:
                 self.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
             elif spec.not_before_s is not None and spec.not_before_s > now_s:
-                self.waits[job.id] = f"is not to start for another {spec.not_before_s - now_s:.0f} s"
+                self.waits[job.id] = f"is not to start for another {span(spec.not_before_s - now_s)}"
             else:
                 self.pending.append(job)
         self.free = [slot for slot in range(len(snapshot.layout.devices)) if slot not in taken]

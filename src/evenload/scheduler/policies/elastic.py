@@ -171,8 +171,9 @@ def share_out(bids: Sequence[Bid], left: DevicesLeft, limits: LimitUse) -> dict[
         if sizes[job.id] != low or (low == 0 and not job.devices and limits.reached(job)):
             continue
         room = high - low if left.has(job, high - low) else left.most(job)
-        # No limit stops a job that runs; one that has a floor may become smaller for another of its user.
-        most = max(limits.most(job.spec.user, room), 0 if offer.floor else min(room, len(job.devices) - low))
+        # No limit stops a job that runs, but it may become smaller for another of its user.
+        own = job.spec.needs.min_devices if job.devices and not offer.floor else 0
+        most = max(limits.most(job.spec.user, room), min(room, own - low))
         high = high if high - low <= most else _largest_that_pays(offer, low, low + most)
         if high > low and offer.speedups[high] > offer.speedups[low]:
             sizes[job.id] = high

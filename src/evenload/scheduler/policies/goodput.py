@@ -56,12 +56,14 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     movable = {job.id for job in inputs.jobs}
     kept = {job.id: num for job in inputs.jobs if (num := _num_kept(inputs, job))}
     settled = [job for job in inputs.holders if job.id not in movable]
-    limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, inputs.holders)
+    limits, in_line = LimitUse(inputs.users, settled), LimitUse(inputs.users, settled)
     left, churn = devices_left(inputs), churn_of(inputs)
     for job in inputs.jobs:
         if job.id in kept:
             left.keep(job, kept[job.id])
             limits.add(job, kept[job.id])
+        if job.devices:  # the rest of them it can give up for another of its user
+            in_line.add(job, max(kept.get(job.id, 0), job.spec.needs.min_devices))
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)

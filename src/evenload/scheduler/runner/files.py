@@ -29,8 +29,10 @@ PEAK = "peak.json"
 NOTE = "note.json"
 TERMS = "terms.json"
 PROTOCOL = "protocol"
-"""First 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet; then when it
-began, in seconds since the boot."""
+"""One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet. No more:
+a daemon of an earlier version, which runs through an upgrade, compares the whole file."""
+STARTED = "started"
+"""When the program began, in seconds since the boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,17 +210,18 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
     return RunnerResult(**{name: value for name, value in named.items() if name in known})
 
 
-def open_protocol(folder: Path) -> int:
-    """Return a descriptor for `note_start`, which the program's user may then call."""
+def open_protocol(folder: Path) -> tuple[int, int]:
+    """Return descriptors for `note_start`, which the program's user may then call."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / PROTOCOL, flags, 0o600)
-    os.write(descriptor, b"0")
-    return descriptor
+    protocol, started = (os.open(folder / name, flags, 0o600) for name in (PROTOCOL, STARTED))
+    os.write(protocol, b"0")
+    return protocol, started
 
 
-def note_start(descriptor: int, *, reports: bool) -> None:
+def note_start(descriptors: tuple[int, int], *, reports: bool) -> None:
     """Note that the program begins now; called right before its first instruction."""
-    os.pwrite(descriptor, f"{reports:d} {boottime_s()!r}".encode(), 0)
+    for descriptor, text in zip(descriptors, (f"{reports:d}", f"{boottime_s()!r}"), strict=True):
+        os.pwrite(descriptor, text.encode(), 0)
 
 
 def may_report(folder: Path) -> bool:
@@ -232,7 +235,7 @@ def may_report(folder: Path) -> bool:
 def began_since_boot_s(folder: Path) -> float | None:
     """Return when the attempt's program began; None if it hasn't, or an earlier version started it."""
     try:
-        return float((folder / PROTOCOL).read_bytes()[1:])
+        return float((folder / STARTED).read_bytes())
     except (OSError, ValueError):
         return None
 

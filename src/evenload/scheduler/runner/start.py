@@ -130,7 +130,7 @@ def _names_evenload(spec: AttemptSpec) -> bool:
 
 
 def _become(
-    folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: int, terminal: ProgramTerminal | None
+    folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: tuple[int, int], terminal: ProgramTerminal | None
 ) -> None:
     """Turn this forked child into the program; never returns."""
     os.setsid()

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from evenload.errors import CheckpointError, DamagedError
+from evenload.errors import CheckpointError, DamagedError, UnwritableError
 from evenload.records import integrity
 from evenload.records.checkpoints import BEST_FILE, CHECKPOINT_FOLDER, checkpoint_folders, is_step_folder, step_folder
 from evenload.records.checkpoints import step_of as step_of
@@ -79,7 +79,7 @@ def pack(step: int, state: Mapping[str, Any]) -> PackedState:
 
 
 def open_folder(folder: Path) -> None:
-    """Make the folder of a run's checkpoints; CheckpointError if none can be written there."""
+    """Make the folder of a run's checkpoints; UnwritableError if none can be written there."""
     target = folder / CHECKPOINT_FOLDER
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def open_folder(folder: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError if a checkpoint of this size can't be written into a run folder, before any of it is."""
+    """Raise UnwritableError if a checkpoint of this size can't be written into a run folder, before any of it is."""
     target = folder / CHECKPOINT_FOLDER
     free_bytes = shutil.disk_usage(target).free
     if free_bytes < num_bytes:
@@ -106,7 +106,7 @@ def write(
     `info` is for `evenload show`; see records/integrity.py.
 
     Raises:
-        CheckpointError: A write failed. Nothing of this checkpoint is left; the others are as they were.
+        UnwritableError: A write failed. Nothing of this checkpoint is left; the others are as they were.
     """
     packed = state if isinstance(state, PackedState) else pack(step, state)
     target = step_folder(folder, step)
@@ -335,13 +335,17 @@ def _unreadable(checkpoint: Path, error: BaseException) -> DamagedError:
     return DamagedError(_damaged(checkpoint, f"{type(error).__name__}: {what}"))
 
 
-def _unwritable(target: Path, error: BaseException) -> CheckpointError:
+def _unwritable(target: Path, error: BaseException) -> UnwritableError:
     reason: BaseException | None = error
     while reason is not None and not isinstance(reason, OSError):  # torch's writer hides the error of the file
         reason = reason.__cause__ or reason.__context__
     shown = reason or error
     text = str(shown).splitlines()[0] if str(shown) else type(shown).__name__
-    return CheckpointError(f"the checkpoint {target} can't be written: {text}; those before it are as they were")
+    is_full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "; free some room there, or keep fewer (keep=1)" if is_full else ""
+    return UnwritableError(
+        f"the checkpoint {target} can't be written: {text}; those before it are as they were{advice}"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.errors import CheckpointError
+from evenload.errors import CheckpointError, UnwritableError
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.files import PackedState
 from evenload.training.checkpoint.host_copy import HostBuffers
@@ -56,7 +56,8 @@ class CheckpointWriter:
         """Write a state of live tensors: beside the training, which may change them as soon as this returns, or now (`waits`).
 
         Raises:
-            CheckpointError: the state can't be saved, or there is no room or permission; nothing was written.
+            CheckpointError: the state can't be saved; nothing was written.
+            UnwritableError: there is no room or permission; nothing was written.
         """
         if self.is_writing:
             raise CheckpointError(f"the checkpoint of step {step} can't begin while another is being written")
@@ -100,7 +101,7 @@ class CheckpointWriter:
         except CheckpointError as raised:
             error = raised
         except Exception as raised:  # an error of a thread that nobody waits for would be lost
-            error = CheckpointError(
+            error = UnwritableError(
                 f"the checkpoint of step {step} can't be written: {type(raised).__name__}: {raised}"
             )
         ended_s = time.monotonic()

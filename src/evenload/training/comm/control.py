@@ -352,10 +352,17 @@ def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int], without
         )
     if without_batches and len(without_batches) < len(all_ranks):
         names = ", ".join(map(str, without_batches))
-        every += (
-            f" The last loop over run.batches had no batch for rank {names}, which is past it: calls inside the loop are among "
-            "the ranks that have batches. An iterator that is not used up is such a loop, too: close() it."
+        in_loop = (
+            f" The last loop over run.batches had no batch for rank {names}, which is past it: inside the loop the ranks that "
+            "have batches may call run.gather, run.reduce, run.any and run.barrier; move all else behind the loop. An iterator "
+            "that is not used up is such a loop, too: close() it."
         )
+        sides: tuple[set[tuple[float, ...]], set[tuple[float, ...]]] = (set(), set())
+        for rank, head in zip(all_ranks, heads, strict=True):
+            sides[rank in without_batches].add(tuple(head))
+        if len(sides[0]) == 1 and not sides[0] & sides[1]:
+            return f"the ranks do different things: {who}.{in_loop}"
+        every += in_loop
     return (
         f"the ranks do different things: {who}.{every} All ranks must leave a loop together: "
         "make one rank's decision everybody's with `if run.any(flag): break`"

@@ -137,7 +137,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], keys: list[Any], parts: list[Any]
             clone = copy.copy(value)
             for key, part in items.items():  # a Hugging Face model's output refuses `update`
                 clone[key] = part
-                if hasattr(value, "__dataclass_fields__"):  # a model's output has each key as an attribute too
+                if hasattr(type(value), "__dataclass_fields__"):  # a model's output has each key as an attribute too
                     object.__setattr__(clone, key, part)
             return clone
         return type(value)(items)  # type: ignore[call-arg]

@@ -29,16 +29,21 @@ def iterate(loader: Any) -> Any:
         return iter(loader)
     before = signal.getsignal(signal.SIGCHLD)
     iterator = iter(loader)
-    if signal.getsignal(signal.SIGCHLD) is not before:
+    if _is_torchs(signal.getsignal(signal.SIGCHLD)):  # also one of a plain loader that the script read before
         signal.signal(signal.SIGCHLD, lambda number, frame: _on_child(before, number, frame))
     return iterator
 
 
 def _on_child(before: Any, number: int, frame: Any) -> None:
     if callable(before):
-        before(number, frame)
+        with contextlib.suppress(RuntimeError) if _is_torchs(before) else contextlib.nullcontext():
+            before(number, frame)
     if _awaited:
         _check(_awaited[-1])
+
+
+def _is_torchs(handler: Any) -> bool:
+    return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
+from evenload.training.data.killed_workers import await_workers, find_dead_worker, iterate
 from evenload.training.data.order import BroadcastIntegers
 from evenload.training.data.rank_dependence import differs, sharded_stream, stream_row
 from evenload.training.data.reading import (
@@ -90,7 +91,7 @@ class StreamReader:
             seed_workers(self._inner, self._generator, self._seed, epoch)
             self._stream.epoch.value = epoch
             with ignore_worker_warnings():
-                self._batches = iter(self._inner)
+                self._batches = iterate(self._inner)
         else:
             if self._keyed:
                 self._generators = randomness.IsolatedGenerators(randomness.mix(self._seed, epoch, randomness.STREAM))
@@ -131,10 +132,22 @@ class StreamReader:
     def _next(self) -> Sequence[Any]:
         if self._batches is None:
             return ()
+        if self._inner is not None:
+            return self._receive(self._batches)
         if self._generators is None:
             return next(self._batches, ())
         with self._generators.active():
             return next(self._batches, ())
+
+    def _receive(self, batches: Iterator[Sequence[Any]]) -> Sequence[Any]:
+        """Return what a worker sends; DataError if it ends, whose stream no other one can continue."""
+        try:
+            with await_workers(batches):
+                return next(batches, ())
+        except Exception as error:
+            if (dead := find_dead_worker(batches, error)) is not None:
+                raise dead from None
+            raise
 
     def _batches_of_samples(self) -> Iterator[list[Any]]:
         samples = iter(self._dataset)

@@ -126,6 +126,16 @@ _NOT_STEPS = (list, tuple, dict)
 _IMPORT = re.compile(r"cannot import name '(\w+)' from 'evenload'|No module named 'evenload\.(\w+)")
 _ATTRIBUTE_CALL = re.compile(r"\brun\.(is_main|rank|world_size|device)\(")
 _SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no setter")
+_NO_MEMORY = re.compile(r"\bout of memory\b|can't allocate memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE)
+_OPTIM = str(Path("torch", "optim"))
+_MEMORY_OUTSIDE = (
+    "outside step.backward Evenload can't repeat the work in smaller parts: evaluate under torch.no_grad(), with a smaller "
+    "batch_size of the loader that run.batches receives; keep no outputs on the device (.cpu()); -d leaves a small device out"
+)
+_MEMORY_OF_OPTIMIZER = (
+    "the first step makes the optimizer's state (AdamW: twice the weights). Use fused=True or foreach=False, an optimizer with "
+    "less state, evenload.place to divide the model over devices, or leave the small device out by -d"
+)
 _COMPUTE = str(Path("evenload", "training", "compute"))
 
 
@@ -147,6 +157,9 @@ def hint_for(error: BaseException) -> str:
     """Return what to write instead; empty if nothing is known."""
     if isinstance(error, EvenloadError):
         return ""
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        in_optimizer = any(_OPTIM in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+        return _MEMORY_OF_OPTIMIZER if in_optimizer else _MEMORY_OUTSIDE
     if isinstance(error, AttributeError) and error.name == "backward" and isinstance(error.obj, _NOT_STEPS):
         return _UNPREPARED
     text = str(error)

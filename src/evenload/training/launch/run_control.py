@@ -106,7 +106,10 @@ class RunControl:
         else:
             for line in lines:
                 _send(connection, {"text": line})
-            self._waiting.append(connection)
+            for earlier in self._waiting:
+                _send(earlier, {"error": f"a later change replaced this one: -d {json.loads(text)['devices']}"})
+                earlier.close()
+            self._waiting = [connection]
             return
         connection.close()
 

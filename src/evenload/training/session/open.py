@@ -21,10 +21,11 @@ from evenload.atomic_file import write_atomically
 from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
+from evenload.job.output import open_standard_streams
 from evenload.records.folder_lock import LOCK_FILE, lock_folder
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.reader import last_step_in
-from evenload.records.recorder import Recorder
+from evenload.records.recorder import Recorder, print_lines
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
 from evenload.training.comm.clock import StepClock
@@ -66,6 +67,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         ConfigError: settings are wrong or contradict each other.
         LaunchError: the other ranks do not arrive.
     """
+    open_standard_streams()
     spec = adopt_group() if dist.is_initialized() else detect()
     if spec.origin not in ("evenload", "spawn"):
         report_uncaught(spec.world_size, spec.rank)
@@ -389,5 +391,5 @@ def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
         if is_new and name != LOCK_FILE:
             (aside / name).rename(folder / name)
     _note_fresh(folder)
-    print(f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}", flush=True)
+    print_lines([f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}"])
     return lock

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -29,7 +31,7 @@ _DRIVEN = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_mo
 _COUNTERS = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "optimizer"}
 _DATA = ("batch_size", "samples", "seed")
 _SCRIPT = "script"
-_CLASS = "class"
+_CLASS, _DTYPE = "class", "dtype"
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,27 @@ class ScriptSettings:
         self.values |= {
             f"{name}.{_CLASS}": type(value).__name__ for name, value in (self._optimizers | self._schedulers).items()
         }
+        self._models = [name for name, value in objects.items() if isinstance(value, nn.Module)]
+        self.values |= self._dtypes({name: objects[name].state_dict() for name in self._models})
         for index, loader in enumerate(loaders):
             of = f" of loader {index}" if index else ""
             self.values["batch_size" + of] = _plain(loader.batch_size)
             self.values["samples" + of] = loader.loader.num_samples
         self.values |= {"seed": seed, _SCRIPT: _script()}
 
-    def compare(self, saved: Mapping[str, Any]) -> list[ChangedSetting]:
-        """Return the values that differ from those of a checkpoint; a value that only one of them has is left out."""
+    def _dtypes(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return by name, such as ``model.dtype``, the dtypes of the numbers in the states of the models."""
+        found = {}
+        for name in self._models:
+            tensors = state.get(name, {}).values()
+            dtypes = [part.dtype for part in tensors if isinstance(part, torch.Tensor)]
+            kinds = {str(dtype)[6:] for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+            found[f"{name}.{_DTYPE}"] = ", ".join(sorted(kinds))
+        return found
+
+    def compare(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[ChangedSetting]:
+        """Return the values that differ from those of a checkpoint, or of its `state`; one that only one side has is left out."""
+        saved = {**saved, **(self._dtypes(state) if state else {})}
         return [
             ChangedSetting(name, saved[name], now)
             for name, now in self.values.items()
@@ -158,12 +173,15 @@ def conflicts(changed: Sequence[ChangedSetting], cursors: Sequence[Mapping[str, 
     return found
 
 
-def changes_text(changed: Sequence[ChangedSetting], conflicting: Collection[str], *, override: bool) -> str:
-    """Return a table of the changed values, what is done with each, and how to choose otherwise."""
+def changes_text(
+    changed: Sequence[ChangedSetting], conflicting: Collection[str], *, override: bool, refused: bool = False
+) -> str:
+    """Return a table of the changed values, what is done with each (nothing if `refused`), and how to choose otherwise."""
     of_data = "taken; the rest of the epoch is left out" if override else "can't change within an epoch"
     rows = [("setting", "saved", "now", "")]
     for row in changed:
-        action = "" if row.name == _SCRIPT else of_data if row.name in conflicting else "taken"
+        taken = "" if refused or row.name == _SCRIPT else "converted" if row.name.endswith(f".{_DTYPE}") else "taken"
+        action = of_data if row.name in conflicting else taken
         rows.append((row.name, _short(row.saved), _short(row.now), action))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["the script is not the one of the checkpoint:"]
@@ -175,9 +193,18 @@ def changes_text(changed: Sequence[ChangedSetting], conflicting: Collection[str]
             "  to go on: set the saved value in the script, leave the rest of the epoch out with --override, or start over "
             "with --fresh"
         )
-    elif any(row.name != _SCRIPT for row in changed):
+    elif not refused and any(row.name != _SCRIPT for row in changed):
         lines.append("  to keep a saved value, set it in the script; --fresh starts over")
     return "\n".join(lines)
+
+
+def resumed_text(step: int, epochs: Sequence[int], missing: Sequence[int], *, finished: bool) -> str:
+    """Return where a run resumes; `missing` are ranks that can't see rank 0's checkpoint."""
+    if finished:
+        where = f"step {step} (epoch {', '.join(map(str, epochs))})"
+        return f"this run is finished at {where}; more epochs in the script continue it, --fresh starts from scratch"
+    sent = f"; sent to ranks {[*missing]}, which can't see rank 0's run folder" if missing else ""
+    return f"resuming at step {step}{sent}"
 
 
 def _keys(changed: Sequence[ChangedSetting], name: str) -> set[str]:

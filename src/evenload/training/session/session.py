@@ -385,7 +385,7 @@ class Session(StepListener):
         """Report a checkpoint that is complete; write one that waited for a synchronisation, and a new best one."""
         self._saver.collect()
         if self._islands is not None and self._islands.owes_checkpoint:
-            self._saver.save()
+            self._saver.save(is_due=True)
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:

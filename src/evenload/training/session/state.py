@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenload.errors import CheckpointError, EvenloadError, StepError
+from evenload.errors import CheckpointError, EvenloadError, StepError, UnwritableError
 from evenload.training.adaptive_batch.growth import check_not_grown
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
@@ -23,9 +24,12 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
-from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
+from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data, resumed_text
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step_loader import StepLoader
+
+_STORED, _RAISES, _NOT_STORED = 0.0, 1.0, 2.0
+"""What rank 0 reports of a checkpoint: it is there or begun; an error for the script; the disk did not take it."""
 
 
 class Saver:
@@ -34,8 +38,7 @@ class Saver:
     def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
         self._context = context
         self._loaders = loaders
-        self._last_s = 0.0
-        self._last_step = -1
+        self._last_s, self._last_step = 0.0, -1
         """The last call of `run.checkpoint` that wrote or began to, as on all ranks."""
         self._written_step = -1
         """The step of the newest complete checkpoint of this session, or of the one that it resumed from."""
@@ -43,13 +46,13 @@ class Saver:
         self._values: Mapping[str, Any] = {}
         self._has_new_values = False
         self._settings: Mapping[str, Any] = {}
-        self._skips_rest = self._data_changed = False
+        self._skips_rest = self._data_changed = self.resumed = False
         self.decisions: list[str] = []
         """Messages of the resume, for a dry run."""
         self._retention = Retention(context.folder)
         self._writer = CheckpointWriter(context.folder, self._retention)
         self._failed: CheckpointError | None = None
-        """Error of the last write, unless a later one succeeded; the next checkpoint is waited for."""
+        """Error of the last write, unless a later one succeeded."""
         self._raised_step = -1
         """The step of the last checkpoint whose error the script received."""
         self._reason = ""
@@ -59,7 +62,6 @@ class Saver:
         self.took_s = 0.0
         """Seconds that the last complete checkpoint of this session took on rank 0; 0 before the first."""
         self.islands: IslandSynchroniser | None = None
-        self.resumed = False
         self.in_optimizer = False
         """True while an optimizer steps: the weights may be half updated."""
 
@@ -145,19 +147,19 @@ class Saver:
         if missing:
             state = broadcast.broadcast_state(state if context.groups.rank == 0 else None, context.groups)
         state = state or {}
-        changed = settings.compare(state.get(OWN_STATE, {}).get("settings", {}))
+        changed = settings.compare(state.get(OWN_STATE, {}).get("settings", {}), state)
         cursors = [loader["cursor"] for loader in state.get(OWN_STATE, {}).get("loaders", [])]
         conflicting = conflicts(changed, cursors) if len(cursors) == len(self._loaders) else set()
         self._skips_rest = context.config.override and bool(conflicting)
         self._data_changed = any(is_data(row.name) for row in changed)
-        text = changes_text(changed, conflicting, override=context.config.override) if changed else ""
+        text = partial(changes_text, changed, conflicting, override=context.config.override)
         try:
             settings.check_classes(changed)
             context.registry.load(state)
             notes = settings.take(changed)
         except EvenloadError:
-            if text:
-                self._decide("settings", text)
+            if changed:
+                self._decide("settings", text(refused=True))
             raise
         step_index, finished = context.loop.steps_done, self._finished
         self._last_step = self._written_step = step_index
@@ -166,17 +168,10 @@ class Saver:
             self._decide("damaged_checkpoint", found.report(), damaged=[path.name for path, _ in found.damaged])
             if self._writes:
                 files.set_aside(found.damaged)
-        epochs = ", ".join(str(loader.loader.epoch) for loader in self._loaders)
-        self._decide(
-            "resumed",
-            f"this run is finished at step {step_index} (epoch {epochs}); more epochs in the script continue it, --fresh starts "
-            "from scratch"
-            if finished
-            else f"resuming at step {step_index}"
-            + (f"; sent to ranks {missing}, which can't see rank 0's run folder" if missing else ""),
-        )
-        if text:
-            self._decide("settings", "\n".join([text, *notes]), changed=[vars(row) for row in changed])
+        epochs = [loader.loader.epoch for loader in self._loaders]
+        self._decide("resumed", resumed_text(step_index, epochs, missing, finished=finished))
+        if changed:
+            self._decide("settings", "\n".join([text(), *notes]), changed=[vars(row) for row in changed])
         return SavedValues(self._values, loaded=True)
 
     def _decide(self, kind: str, message: str, **fields: Any) -> None:
@@ -210,16 +205,15 @@ class Saver:
         step = self._step_after_body()
         if interval is not None and not self._is_time(interval, step):
             return False
-        self._write(step, waits=every is None or self._failed is not None)
-        return True
+        return self._write(step, waits=interval is None, is_due=interval is not None)
 
-    def save(self) -> float:
+    def save(self, *, is_due: bool = False) -> float:
         """Write a checkpoint between two steps, and return the seconds it took.
 
         One that the last loop body wrote is replaced: what the body did after it belongs to the step.
         """
         began_s = time.monotonic()
-        self._write(self._context.loop.steps_done, waits=True)
+        self._write(self._context.loop.steps_done, waits=True, is_due=is_due)
         return time.monotonic() - began_s
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -229,17 +223,17 @@ class Saver:
     def collect(self, *, waits: bool = False) -> None:
         """Report the checkpoint that was written beside the training, if it is complete or failed."""
         written = self._writer.take(waits=waits)
-        if written is None:
-            return
-        if written.error is None:
+        if written is not None and written.error is None:
             self._record(written)
-            return
-        self._failed = written.error
-        self._context.recorder.event(
-            "checkpoint_failed",
-            f"CHECKPOINT FAILED: {written.error}; training goes on, and waits for the next one",
-            step=written.step,
-        )
+        elif written is not None and written.error is not None:
+            self._report_failed(written.step, written.error)
+
+    def _report_failed(self, step: int, error: CheckpointError) -> bool:
+        text = f"CHECKPOINT FAILED: {error}; training goes on, and the next one is tried when it is due"
+        text, self._failed = "" if self._failed else text, error  # one line for a disk that stays full
+        self._context.recorder.event("checkpoint_failed", text, step=step, error=str(error))
+        self._retention.end(complete=False)  # a best one is tried again
+        return False
 
     @property
     def rests(self) -> bool:
@@ -252,7 +246,7 @@ class Saver:
         step = self._context.loop.steps_done
         if self._saves and self._retention.needs_write(step):
             with self._context.clock.segment("other"):
-                self._store(step, "the best so far", waits=self._failed is not None)
+                self._store(step, "the best so far", waits=False, is_due=True)
 
     def close(self, well: bool) -> None:
         """Save the last steps, and mark the run finished if its loop ran to the end. Rank 0 writes; all hold the same state.
@@ -277,10 +271,9 @@ class Saver:
                 if self._raised_step != loop.steps_done:
                     raise
                 self._report_not_saved(f": {error}")  # the script received this error, and caught it
-            if self._retention.misses_metric and self._retention.best is not None:
-                self._context.recorder.event(
-                    "best", f"no best checkpoint was kept: run.log never received {self._retention.best[0]!r}"
-                )
+            if self._retention.misses_metric and (best := self._retention.best) is not None:
+                text = f"no best checkpoint was kept: run.log never received {best[0]!r}"
+                self._context.recorder.event("best", text)
             return
         why = "an optimizer had not finished its step" if self.in_optimizer else loop.unsound
         if why := why or ("the islands had not synchronised" if self._is_split else ""):
@@ -296,8 +289,8 @@ class Saver:
             self._report_not_saved(f": {error}")
 
     def _report_not_saved(self, why: str) -> None:
-        step = self._context.loop.steps_done
-        self._context.recorder.event("not_saved", f"the last steps are not saved{why}", step=step)
+        text, step = f"the last steps are not saved{why}", self._context.loop.steps_done
+        self._context.recorder.event("not_saved", text, step=step)
 
     @property
     def _saves(self) -> bool:
@@ -363,8 +356,8 @@ class Saver:
         # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
         return self._context.engine.elapsed_s - self._last_s >= amount
 
-    def _write(self, step: int, *, waits: bool) -> None:
-        """Write the state after `step` steps, beside the training unless it `waits`; all ranks call it."""
+    def _write(self, step: int, *, waits: bool, is_due: bool = False) -> bool:
+        """Write the state after `step` steps, as `_store` does; all ranks call it."""
         context = self._context
         self.before_write()
         context.loop.settle()
@@ -374,6 +367,7 @@ class Saver:
         if context.loop.step is not None and context.loop.step.stats.calls:
             context.loop.step.commit()
         failure: CheckpointError | None = None
+        outcome = _STORED
         if context.wire is not None:
             context.control.leave_loops()
             context.wire.keep(context.control.guarded(context.wire.gather))
@@ -382,28 +376,37 @@ class Saver:
         with context.clock.segment("other"):
             if context.groups.rank == 0:
                 try:
-                    self._store(step, "", waits=waits)
+                    outcome = _STORED if self._store(step, "", waits=waits, is_due=is_due) else _NOT_STORED
                 except CheckpointError as error:
-                    failure = error
-            rows = context.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
+                    failure, outcome = error, _RAISES
+            rows = context.control.exchange(Operation.CHECKPOINT, [outcome])
         if failure is not None:
             self._raised_step = step
             raise failure
-        if rows[0][0]:
+        if rows[0][0] == _RAISES:
             raise CheckpointError("rank 0 failed to write the checkpoint", elsewhere=True)
+        return bool(rows[0][0] == _STORED)
 
-    def _store(self, step: int, reason: str, *, waits: bool) -> None:
-        """Write the state to disk, on rank 0: beside the training, or now (`waits`). CheckpointError if it can't be."""
+    def _store(self, step: int, reason: str, *, waits: bool, is_due: bool = False) -> bool:
+        """Write the state to disk, on rank 0: beside the training, or now (`waits`). CheckpointError if it can't be.
+
+        If it `is_due`, a disk that does not take it is reported, and False returned.
+        """
         self.collect(waits=True)
         epoch = self._loaders[0].loader.epoch if self._loaders else None
         self._reason = reason
-        self._writer.start(step, self._context.registry.capture(), {"epoch": epoch}, waits=waits)
-        if (written := self._writer.take(waits=True) if waits else None) is None:
-            return
-        if written.error is not None:
-            self._failed = written.error
-            raise written.error
-        self._record(written)
+        try:
+            self._writer.start(step, self._context.registry.capture(), {"epoch": epoch}, waits=waits)
+            written = self._writer.take(waits=True) if waits else None
+            if written is not None and written.error is not None:
+                raise written.error
+        except UnwritableError as error:
+            if not is_due:
+                raise
+            return self._report_failed(step, error)
+        if written is not None:
+            self._record(written)
+        return True
 
     def _record(self, written: WrittenCheckpoint) -> None:
         self._written_step, self._failed, self.took_s = written.step, None, written.seconds

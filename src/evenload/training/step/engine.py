@@ -365,13 +365,14 @@ class Engine:
         out = [status in _OUT for status in statuses]
         if len(out) < planner.world_size:  # this rank runs alone, in a measurement
             out = [out[0] and rank == self.groups.rank for rank in range(planner.world_size)]
-        before = batch.plan.num_micro
+        before, single = batch.plan.num_micro, " with one sample in a micro-batch"
         failed = f"rank {where(out)} ran out of memory in step {batch.global_step}"
         if OUT_OF_MEMORY not in statuses and planner.may_retry(batch.global_step):
             text = f"{failed} with much of it in free blocks: they are returned, and the step is repeated"
         else:
             batch.replan(planner.lower_caps(batch.plan, out, batch.global_step))
-            text = f"{failed}: micro-batches {before} → {batch.plan.num_micro}; the step is repeated"
+            change = f": micro-batches {before} → {batch.plan.num_micro}"
+            text = f"{failed}{change if batch.plan.num_micro != before else single}; the step is repeated"
         self.recorder.event("memory", text, step=batch.global_step, num_micro=batch.plan.num_micro)
 
     def finish(self, batch: GlobalBatch, stats: StepStats, reports: Reports, result: StepResult) -> torch.Tensor:
@@ -398,9 +399,8 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        if self._num_trained != 1 or not self.parameters.have_gradients:
-            return
-        if getattr(self.strategy, "finds_leftovers", False):
+        finds_leftovers = getattr(self.strategy, "finds_leftovers", False)
+        if finds_leftovers or self._num_trained != 1 or not self.parameters.have_gradients:
             return
         if names := self.parameters.nonzero_gradients():
             raise StepError(

@@ -16,8 +16,8 @@ def not_a_batch() -> StepError:
 
 def step_is_over() -> StepError:
     return StepError(
-        "this step is over; call step.backward inside the loop body of its own step. A list of steps and itertools.cycle(loader) "
-        "keep old ones: loop over the epochs, and in each `for step in loader:`"
+        "this step is over; call step.backward inside the loop body of its own step. A list of steps, itertools.cycle(loader) "
+        "and next(iter(loader)) keep old ones: loop over the epochs, and in each `for step in loader:`"
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evenload.scheduler.core.states import ENDED, JobState
+from evenload.scheduler.core.values import span as span
 from evenload.views.queue.view import MAX_WAITING, QueueView
 
 if TYPE_CHECKING:
@@ -173,18 +174,6 @@ def progress(job: Mapping[str, Any]) -> str:
     if total:
         return f"{done:g}/{total:g} {100 * min(1.0, done / total):.0f} %"
     return f"{done:g}" if done else ""
-
-
-def span(seconds: float) -> str:
-    """Return a duration as `42 s`, `12 min`, `3:05 h` or `2.5 d`."""
-    seconds = max(0.0, seconds)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 100 * 3600:
-        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f} h"
-    return f"{seconds / 86400:.1f} d"
 
 
 def moment(time_s: float) -> str:

@@ -19,6 +19,7 @@ from evenload.views.run.accounts import COMPUTING, MEANINGS, RunAccounts, accoun
 from evenload.views.run.history import RunHistory
 from evenload.views.run.incidents import GROUPS, QUIET, Incident
 from evenload.views.run.page_plots import COLOURS_OF, draw_plots
+from evenload.views.run.summary import describe_lost_end
 from evenload.views.run.summary_text import format_bytes
 
 MAX_BYTES = 1_000_000
@@ -27,6 +28,8 @@ _LIMITS = (600, 300, 150, 60, 20)
 _MAX_TEXT = 700
 _QUIET_S = 30.0
 """Without a record for so long, and for 20 usual steps, the page says so."""
+_GONE_S = 10.0
+"""Time for a launcher to start the processes again."""
 _SECRET = re.compile(r"(?im)^(\s*[\w.\"-]*(?:key|token|secret|passw)[\w\"-]*\s*=\s*).+$")
 
 
@@ -50,7 +53,7 @@ class RunPage:
             self.history.add(record)
             changed = True
         self.history.settle()
-        state = _state(self.history, time.time())
+        state = _state(self.folder, self.history, time.time())
         if not changed and state == self._state:
             return None
         self._state = state
@@ -85,13 +88,15 @@ def sections_of(folder: Path, history: RunHistory, state: str, limit: int) -> di
     }
 
 
-def _state(history: RunHistory, now_s: float) -> str:
-    """Return the run's state as HTML; minutes without a record are named."""
+def _state(folder: Path, history: RunHistory, now_s: float) -> str:
+    """Return the run's state as HTML; minutes without a record are named, and processes that are gone."""
     silent_s = now_s - history.last_s
     if not history.last_s:
         return '<span class="chip end">no records yet</span>'
     if not history.is_open:
         return '<span class="chip end">ended</span>'
+    if silent_s > _GONE_S and (text := describe_lost_end(folder)):
+        return f'<span class="chip bad">{escape(text)}</span>'
     if silent_s > max(_QUIET_S, 20 * (history.usual_step_s or 0.0)):
         minutes = f"{silent_s // 60:.0f} min" if silent_s < 7200 else f"{silent_s // 3600:.0f} h"
         return f'<span class="chip bad">no record for {minutes if silent_s >= 60 else "30 s"}</span>'
@@ -149,18 +154,18 @@ def _answer(history: RunHistory, accounts: RunAccounts) -> str:
 
 def _efficiency(history: RunHistory, accounts: RunAccounts) -> str:
     recent = [step for step in history.recent if len(step.ranks) == len(history.recent[-1].ranks)]
-    late = summarize_steps(recent, history.info.solo_per_s)
+    late = summarize_steps(recent, history.info.solo_per_s) if recent else None  # none yet in this session
     if accounts.efficiency is not None:
         total = sum(device.solo_per_s or 0.0 for device in history.devices.values())
         note = f"of {format_number(total)} samples/s, the sum of the solo speeds"
         note += (
             f"; {format_percent(late.efficiency)} in the last {len(recent)} steps"
-            if late.efficiency is not None
+            if late is not None and late.efficiency is not None
             else ""
         )
         return card(_percent(accounts.efficiency), "efficiency", note, "main")
     note = "of a step, a device computes or reads its samples itself; " + (
-        f"{format_percent(late.busy)} in the last {len(recent)} steps. " if late.busy else ""
+        f"{format_percent(late.busy)} in the last {len(recent)} steps. " if late is not None and late.busy else ""
     )
     note += "The efficiency is unknown: the solo speeds were not measured"
     return card(_percent(accounts.busy or 0.0), "busy", note, "main")

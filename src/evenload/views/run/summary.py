@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.records.checkpoints import CheckpointInfo, list_checkpoints
+from evenload.records.checkpoints import CheckpointInfo, checkpoint_folders, list_checkpoints, step_of
 from evenload.records.console import RunInfo
+from evenload.records.folder_lock import holder_is_gone
 from evenload.records.lines import spell_floats
 from evenload.records.reader import read_events, read_steps
 from evenload.records.summary import WindowSummary, summarize_steps
@@ -114,6 +115,20 @@ def summarize_run(folder: Path, is_wanted: Callable[[float], bool] | None = None
         events=tuple(event for event in events if event.message),
         checkpoints=list_checkpoints(folder),
     )
+
+
+def is_open(events: Sequence[RunEvent]) -> bool:
+    """Return whether the newest session has no end in the records."""
+    return next((event.kind == "open" for event in reversed(events) if event.kind in ("open", "close")), False)
+
+
+def describe_lost_end(folder: Path) -> str:
+    """Return how to go on with an open run whose processes are gone; empty if they aren't, or that is unknown."""
+    if not holder_is_gone(folder):
+        return ""
+    newest = next(reversed(checkpoint_folders(folder)), None)
+    where = "it has no checkpoint, and begins anew" if newest is None else f"it resumes at step {step_of(newest)}"
+    return f"its processes are gone (killed, or their machine went down): start the same command again; {where}"
 
 
 def summary_to_json(summary: RunSummary) -> dict[str, Any]:

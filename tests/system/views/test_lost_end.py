@@ -1,0 +1,45 @@
+"""A run whose processes were killed: its report and its page say so, and how to go on."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
+
+from evenload.cli.show import show
+from evenload.records.folder_lock import LOCK_FILE
+from evenload.records.recorder import Recorder
+from evenload.views.run.page import RunPage
+from tests.unit.views.make_run import write_run
+
+app = typer.Typer()
+app.command()(show)
+_HOLD = (
+    "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+)
+
+
+def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, 5, faults=(), closed=False)
+    lock = tmp_path / LOCK_FILE
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+
+    def shown() -> tuple[bool, bool]:
+        text = "its processes are gone (killed, or their machine went down): start the same command again; it resumes at step 4"
+        return text in CliRunner().invoke(app, [str(tmp_path)]).stdout, text in RunPage(tmp_path).html()
+
+    lock.write_text("process 1 on another-host")
+    assert shown() == (False, False), "its processes can't be seen from here"
+    lock.write_text(f"process 1 on {socket.gethostname()}")
+    assert shown() == (True, True)
+    command = [sys.executable, "-c", _HOLD, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert shown() == (False, False)
+        holder.communicate("\n", timeout=20)
+    Recorder(tmp_path).close()
+    assert shown() == (False, False)
