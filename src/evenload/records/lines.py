@@ -17,6 +17,7 @@ from evenload.errors import ConfigError
 from evenload.records.values import (
     SEGMENTS,
     LateMetrics,
+    OwnStep,
     RankColumns,
     RankSpread,
     RankTimes,
@@ -31,6 +32,11 @@ SCHEMA = 1
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
 _SECONDS_OF = attrgetter(*SEGMENTS)
+_STEP = (
+    '{"step":%d,"epoch":%d,"epoch_step":%d,"num_samples":%d,"loss":%s,"shares":[%s],"num_micro":%d,"seconds":%s,'
+    '"ranks":{%s},"time":%.6f'
+)
+_OWN_TIMES = ",".join([f'"{name}":[%.6f]' for name in SEGMENTS]) + ',"memory_bytes":[%d]'
 
 
 def header_line(time: float) -> bytes:
@@ -54,12 +60,10 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
         ranks = "".join([f'"{name}":[{",".join(texts[index::step])}],' for index, name in enumerate(SEGMENTS)])
         memory = ",".join([str(rank.memory_bytes) for rank in record.ranks])
     times = f'{ranks}"memory_bytes":[{memory}]' if record.ranks else ""
-    loss = repr(float(record.loss)) if math.isfinite(record.loss) else _dump(record.loss)
-    line = (
-        f'{{"step":{record.step},"epoch":{record.epoch},"epoch_step":{record.epoch_step},'
-        f'"num_samples":{record.num_samples},"loss":{loss},"shares":[{_column(record.shares, "%d")}],'
-        f'"num_micro":{record.num_micro},"seconds":{_seconds(record.seconds)},'
-        f'"ranks":{{{times}}},"time":{record.time:.6f}'
+    line = _STEP % (
+        *(record.step, record.epoch, record.epoch_step, record.num_samples),
+        *(_loss(record.loss), _column(record.shares, "%d"), record.num_micro, _seconds(record.seconds), times),
+        record.time,
     )
     if record.spread is not None:
         line += f',"spread":{_spread(record.spread)}'
@@ -67,6 +71,15 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
         line += f',"metrics":{_dump(metrics)}'
     if record.arm:
         line += f',"arm":{_dump(record.arm)}'
+    return line.encode() + b"}\n"
+
+
+def own_step_line(step: OwnStep, metrics: Mapping[str, float]) -> bytes:
+    """Encode a step of a rank alone as `step_line` does its record."""
+    times = _OWN_TIMES % (*step.times, step.memory_bytes)
+    line = _STEP % (*step[:4], _loss(step.loss), step.num_samples, 1, _seconds(step.seconds), times, step.time)
+    if metrics:
+        line += f',"metrics":{_dump(metrics)}'
     return line.encode() + b"}\n"
 
 
@@ -196,6 +209,10 @@ def _spread(spread: RankSpread) -> str:
 
 def _encode(row: dict[str, Any]) -> bytes:
     return _dump(row).encode() + b"\n"
+
+
+def _loss(value: float) -> str:
+    return repr(float(value)) if math.isfinite(value) else _dump(value)
 
 
 def _seconds(value: float) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
 from evenload.records.media import kind_of, write_media
 from evenload.records.reader import last_step_in
-from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
+from evenload.records.values import LateMetrics, OwnStep, Record, RunEvent, StepRecord
 
 CONFIG_FILE = "config.toml"
 _MOST_UNWRITTEN_BYTES = 1 << 24
@@ -108,19 +108,26 @@ class Recorder:
         if self._closed:
             return
         with self._lock:
-            logged: dict[str, float] = {}
-            if not record.arm:  # steps of a measurement take no metrics
-                logged = self._pending.pop(record.step, {})
-                # In the order of the steps: many may wait until theirs are written.
-                while self._pending and (earlier := next(iter(self._pending))) < record.step:
-                    self._write_late(LateMetrics(earlier, self._pending.pop(earlier)))
-                self._last_step = record.step
-            self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))
+            # Steps of a measurement take no metrics.
+            self._steps.write(lines.step_line(record, record.metrics if record.arm else self._all_metrics(record)))
             if not record.arm:
                 self._write_media(record.step)
             for thread in self._logger_threads:
                 thread.wake()
             self._show(record)
+
+    def own_steps(self, steps: Sequence[OwnStep]) -> None:
+        """Do what `step` does for committed steps of a rank alone, in one append."""
+        if self._closed:
+            return
+        with self._lock:
+            self._steps.write(b"".join([lines.own_step_line(step, self._all_metrics(step)) for step in steps]))
+            for step in steps if self._pending_media else ():
+                self._write_media(step.step)
+            for thread in self._logger_threads:
+                thread.wake()
+            for step in steps if self._console is not None else ():
+                self._show(step.record())
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record numbers, or objects that convert to one, and images, texts, histograms and tables (media.py).
@@ -182,6 +189,17 @@ class Recorder:
 
     def _logger_event(self, logger: str, message: str) -> None:
         self.event("logger", message, logger=logger)
+
+    def _all_metrics(self, record: StepRecord | OwnStep) -> Mapping[str, float]:
+        """Return the metrics of the step that is written now, with those logged for it."""
+        self._last_step = record.step
+        if not self._pending:
+            return record.metrics
+        logged = self._pending.pop(record.step, {})
+        # In the order of the steps: many may wait until theirs are written.
+        while self._pending and (earlier := next(iter(self._pending))) < record.step:
+            self._write_late(LateMetrics(earlier, self._pending.pop(earlier)))
+        return {**record.metrics, **logged}
 
     def _write_late(self, logged: LateMetrics) -> None:
         self._steps.write(lines.late_metrics_line(logged))

@@ -74,7 +74,7 @@ class Script:
     def __init__(self, project_dir: str) -> None:
         settings = {"balance": "even", "micro_batch": 3, **self.settings}
         self.run = evenload.init(project_dir=project_dir, seed=0, **settings)
-        if (log := self.run._context.recorder)._writes:
+        if (log := self.run._context.recorder).writes:
             log._unread_log = UnreadLog(log._write_log, is_late=torch.Tensor)
         data = TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(0)), torch.arange(80))
         torch.manual_seed(1)

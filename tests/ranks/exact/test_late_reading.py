@@ -38,7 +38,7 @@ class Script:
 
     def __init__(self, project_dir: str, strategy: str) -> None:
         self.run = evenload.init(project_dir=project_dir, seed=0, strategy=strategy, balance="even", micro_batch=3)
-        if (log := self.run._context.recorder)._writes and strategy == on_device.NAME:
+        if (log := self.run._context.recorder).writes and strategy == on_device.NAME:
             log._unread_log = UnreadLog(log._write_log, is_late=torch.Tensor)
         data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)), torch.arange(48))
         torch.manual_seed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from evenload.training.data import randomness
@@ -35,6 +36,34 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
             draws_outside,
             draws_inside,
         )
+
+
+DRAWS = {
+    "one": lambda: torch.rand(()),
+    "deviate": lambda: torch.randn(()),
+    "many": lambda: torch.randn(100),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
+    "order": lambda: torch.randperm(3),
+    "python": random.random,
+    "python's deviate": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy's deviate": np.random.randn,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_draw_shows(name: str) -> None:
+    assert randomness._torch_memory() is not None  # otherwise each step is seeded, and nothing is wrong
+    saver = randomness.FastSaver()
+    randomness.reseed(3)
+    assert randomness.is_as_seeded()
+    for _ in range(5):  # every second deviate was held back
+        state = saver.save()
+        holds_one = np.random.get_state()[3]  # nobody can see that it is taken
+        assert saver.is_as_saved(state) == (not holds_one)
+        DRAWS[name]()
+        assert not saver.is_as_saved(state)
+    assert not randomness.is_as_seeded()
 
 
 def test_the_fast_saver_follows_another_generator_of_numpy() -> None:

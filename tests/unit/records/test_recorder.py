@@ -18,7 +18,7 @@ from evenload.errors import ConfigError, StepError
 from evenload.records import lines
 from evenload.records.reader import RecordTail, find_run, read_events, read_steps
 from evenload.records.recorder import Recorder
-from evenload.records.values import LateMetrics, RankTimes, RunEvent, StepRecord
+from evenload.records.values import LateMetrics, OwnStep, RankTimes, RunEvent, StepRecord
 from tests.small_disk import small_disk
 from tests.unit.records.make import make_step
 
@@ -43,6 +43,27 @@ def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
     for name in ("events.jsonl", "steps.jsonl"):
         first = rows(tmp_path / "a" / "run" / name)[0]
         assert first["schema"] == 1
+
+
+def test_steps_of_a_rank_alone_are_written_as_their_records_are(tmp_path: Path) -> None:
+    times = (0.0, 0.001234, 0.0, 0.0, 0.000456, 0.0, 0.0)
+    losses = [0.1, math.inf, 1e-30]
+    steps = [
+        OwnStep(index, 0, index, 6, loss, 0.0017, times, 123, {"x": 0.5} if index else {}, 1e9 + index)
+        for index, loss in enumerate(losses)
+    ]
+    together, singly = Recorder(tmp_path / "together"), Recorder(tmp_path / "singly")
+    for recorder in (together, singly):
+        recorder.log({"logged": 3.0}, 1)
+        recorder.log({"text": "a"}, 2)
+    together.own_steps(steps)
+    for step in steps:
+        singly.step(step.record())
+    for recorder in (together, singly):
+        recorder.close()
+    assert read_steps(tmp_path / "together") == read_steps(tmp_path / "singly")
+    own = read_steps(tmp_path / "together")
+    assert [dict(step.metrics) for step in own] == [{}, {"x": 0.5, "logged": 3.0}, {"x": 0.5}]
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

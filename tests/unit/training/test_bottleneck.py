@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import evenload
 from evenload.records.reader import read_events
-from evenload.records.values import RankTimes, StepRecord
+from evenload.records.values import OwnStep, RankTimes, StepRecord
 from evenload.testing import run_ranks
 from evenload.training.data.tuning import ReadSettings, SettingsOrigin
 from evenload.training.step.bottleneck import LoadingMonitor
@@ -54,6 +54,21 @@ def test_the_rank_that_waits_is_told_once_and_again_when_it_is_over() -> None:
     ((step, kind, message),) = told(watch, [slow(step, 0.0, 0.0) for step in range(60, 90)])
     assert (kind, message) == ("data_bound_over", "rank 1 no longer waits for samples") and step < 72
     assert [kind for _, kind, _ in told(watch, [slow(step, 0.2, 0.0) for step in range(90, 110)])] == ["data_bound"]
+
+
+def test_a_rank_alone_that_waits_is_told_of_at_the_same_steps_by_batches_of_steps() -> None:
+    def own(step: int) -> OwnStep:
+        times = (0.3 if 40 <= step < 70 else 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return OwnStep(step, 0, step, 128, 1.0, 0.5, times, 0, {}, 0.5 * step)
+
+    steps, reading = [own(step) for step in range(120)], [GIVEN[0]]
+    watch, together = LoadingMonitor(), LoadingMonitor()
+    singly = told(watch, [step.record() for step in steps], reading)
+    found = told(together, [steps[0].record()], reading)
+    for at in range(1, 120, 17):
+        found += [(step, event.kind, event.message) for step, event in together.take_own(steps[at : at + 17])]
+    assert [kind for _, kind, _ in singly] == [kind for _, kind, _ in found] == ["data_bound", "data_bound_over"]
+    assert all(abs(one[0] - other[0]) <= 4 for one, other in zip(singly, found, strict=True))
 
 
 def test_the_slower_of_two_is_named() -> None:

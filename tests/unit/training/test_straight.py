@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import StepError
+from evenload.training.compute import randomness
+from evenload.training.data.randomness import FastSaver, mix
 from evenload.training.step import step as step_module
 from evenload.training.step import straight
 from evenload.training.step.straight import StraightLine
@@ -28,9 +30,9 @@ _TIMES = ("time", "seconds", "ranks", "write_s", "size_bytes")
 class Model(nn.Module):
     """Has buffers, random numbers in its forward, and a part that not every step uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dropout: float) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3))
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout))
         self.head, self.extra = nn.Linear(8, 1), nn.Linear(8, 1)
         self.uses_extra = True
 
@@ -40,9 +42,13 @@ class Model(nn.Module):
 
 
 class Script:
-    """Trains with everything that a script may change from step to step; `seen` holds what it sees."""
+    """Trains with everything that a script may change from step to step; `seen` holds what it sees.
 
-    def __init__(self, folder: Path) -> None:
+    `draws_from`: the first step whose loss draws random numbers.
+    """
+
+    def __init__(self, folder: Path, draws_from: int) -> None:
+        self.draws_from, self.drawn, self.num_losses = draws_from, (0.0, 0.0, 0.0), 0
         self.run = evenload.init(project_dir=folder, seed=3)
         torch.manual_seed(0)
         random.seed(0)
@@ -50,7 +56,7 @@ class Script:
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(203, 6, generator=generator), torch.randn(203, 1, generator=generator))
         loader = DataLoader(data, batch_size=5, shuffle=True)
-        self.model, self.loader = self.run.prepare(Model(), loader)
+        self.model, self.loader = self.run.prepare(Model(dropout=0.0 if draws_from else 0.3), loader)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.run.resume(model=self.model, optimizer=self.optimizer)
         self.seen: list[Any] = []
@@ -77,7 +83,9 @@ class Script:
     def loss(self, batch: Any) -> Any:
         x, y = batch
         loss = (self.model(x) - y).square().mean()
-        self.seen.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
+        self.num_losses += 1
+        if self.index >= self.draws_from:
+            self.drawn = torch.rand(()).item(), random.random(), float(np.random.rand())
         if self.index % 11 == 7:
             return loss, float(len(x)) / 3
         if self.index % 11 == 8:
@@ -106,7 +114,9 @@ class Script:
         if hook is not None:
             hook.remove()
         grads = [None if p.grad is None else p.grad.sum().item() for p in self.model.parameters()]
-        self.seen.append((step.index, loss.item(), dict(step.metrics), grads, torch.rand(()).item(), random.random()))
+        self.seen.append(
+            (self.drawn, step.index, loss.item(), dict(step.metrics), grads, torch.rand(()).item(), random.random())
+        )
         self.seen.append((np.random.rand(), step.shares, step.batch.plan, self.loader.loader.cursor()))
         self.run.log({"loss": loss})
         if step.index % 29 != 26:  # weights stay
@@ -116,8 +126,11 @@ class Script:
             self.run.checkpoint()
 
 
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_straight: bool) -> tuple[Any, list[dict[str, Any]], int]:
-    """Return what the script saw with its last weights, the records without times, and the number of straight steps."""
+def train(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, draws_from: int, *, is_straight: bool
+) -> tuple[tuple[Any, dict[str, torch.Tensor], int], list[dict[str, Any]], int]:
+    """Return what the script saw with its last weights and number of losses, the records without times, and the number of
+    straight steps."""
     num_straight = 0
     compute: Callable[..., Any] = StraightLine.backward
 
@@ -131,20 +144,25 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_straight: bool) -
         patch.setattr(straight, "_LASTS_S", 1e9)
         if not is_straight:
             patch.setattr(step_module, "begin_line", lambda *_: None)
-        script = Script(folder)
+        patch.setattr(randomness, "saver", FastSaver())
+        script = Script(folder, draws_from)
         script.train()
     state = {name: value.clone() for name, value in script.model.state_dict().items()}
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     lines += [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     records = [{name: value for name, value in line.items() if name not in _TIMES} for line in lines]
-    return (script.seen, state), records, num_straight
+    return (script.seen, state, script.num_losses), records, num_straight
 
 
-def test_straight_steps_do_what_usual_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, records, num_straight = train(tmp_path / "usual", monkeypatch, is_straight=False)
+@pytest.mark.parametrize(("draws_from", "num_repeated"), [(0, 0), (65, 1), (10_000, 0)])
+def test_straight_steps_do_what_usual_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws_from: int, num_repeated: int
+) -> None:
+    usual, records, num_straight = train(tmp_path / "usual", monkeypatch, draws_from, is_straight=False)
     assert num_straight == 0
-    again, records_again, num_straight = train(tmp_path / "straight", monkeypatch, is_straight=True)
+    again, records_again, num_straight = train(tmp_path / "straight", monkeypatch, draws_from, is_straight=True)
     assert num_straight > 40  # the others have something of their own
+    assert again[2] - usual[2] == num_repeated  # the first loss that draws in a straight step
     assert str(usual[0]) == str(again[0])  # NaN is not equal to itself
     assert usual[1].keys() == again[1].keys()
     for name, value in usual[1].items():
@@ -222,3 +240,30 @@ def test_a_part_that_is_new_is_cleared_when_a_step_is_skipped(tmp_path: Path, mo
         if step.index in (21, 40):
             assert step.index == 21 or is_straight
             assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("error", [ValueError("drawn"), None])
+def test_a_loss_that_draws_is_repeated_with_its_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ValueError | None
+) -> None:
+    """Also where it raises: with other numbers it might not."""
+    monkeypatch.setattr(randomness, "saver", FastSaver())
+    model, drawn = nn.Linear(2, 1), []
+
+    def loss_fn(step: Any, batch: Any) -> torch.Tensor:
+        if step.index >= 30:
+            drawn.append(torch.rand(()).item())
+            if error is not None and len(drawn) == 1:
+                raise error
+        return model(batch[0]).mean()
+
+    before = None
+    for step, is_straight in straight_steps(tmp_path, monkeypatch, model, loss_fn):
+        assert before is None or torch.equal(torch.get_rng_state(), before)
+        before = torch.get_rng_state()
+        if step.index == 32:
+            assert is_straight
+            break
+    generator = torch.Generator()
+    seeds = [mix(3, index, 0, 0, 0) for index in (30, 31, 32)]
+    assert drawn[1:] == [torch.rand((), generator=generator.manual_seed(seed)).item() for seed in seeds]

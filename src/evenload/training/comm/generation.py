@@ -46,7 +46,7 @@ class ComputingGroups:
     wire: WireGroups | None = None
     sums: SharedSums | None = None
 
-    @property
+    @cached_property
     def groups(self) -> list[dist.ProcessGroup]:
         parts = [part.groups for part in (self.hierarchy, self.wire) if part is not None]
         found = (self.gradients, self.statistics, *chain.from_iterable(parts))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.training.data.randomness import FastSaver, get_global_state, mix, reseed, set_global_state
+from evenload.training.data.randomness import FastSaver, get_global_state, is_as_seeded, mix, reseed, set_global_state
 
 saver = FastSaver()
 """Of the generators of the host."""
@@ -70,7 +70,12 @@ def save(device: torch.device, others: Sequence[torch.device] = ()) -> tuple[Any
 
 
 def put_back(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
-    """Restore what `save` returned."""
+    """Restore what `save` returned, after code for which the generators were seeded."""
+    saver.draws = saver.draws or not is_as_seeded()
+    _restore(saved)
+
+
+def _restore(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
     saver.restore(saved[0])
     for generator, state in saved[1]:
         generator.set_state(state)
@@ -83,7 +88,7 @@ def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iter
     try:
         yield
     finally:
-        put_back(saved)
+        _restore(saved)
 
 
 def other_gpus(models: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:

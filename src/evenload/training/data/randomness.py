@@ -42,12 +42,17 @@ def mix(*parts: int) -> int:
 
 def reseed(seed: int) -> None:
     """Seed the global generators of all imported libraries; takes about 10 microseconds."""
-    global _seeded_words
+    global _seeded
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-        _seeded_words = b"" if (memory := _twister_memory()) is None else bytes(memory)
+    _seeded = _read_words()
+
+
+def is_as_seeded() -> bool:
+    """Return whether nobody has drawn since `reseed`; False where that can't be seen."""
+    return all(_seeded) and _read_words() == _seeded
 
 
 def get_global_state() -> tuple[Any, ...]:
@@ -71,26 +76,39 @@ def comparable_global_state() -> tuple[Any, ...]:
 class FastSaver:
     """Saves and restores the global generators between short pieces of code; equal to `get_global_state`, but 100 us faster.
 
-    Python and numpy read and write their 624 words one by one. Here they are copied as memory, numpy's only if somebody drew
-    since `restore`. A normal deviate that numpy holds back (`has_gauss`) lies elsewhere: where there is one, numpy's way is
-    taken. Python's is an attribute.
+    Python and numpy read and write their 624 words one by one. Here they are copied as memory; torch's and numpy's states are
+    read only if somebody drew since the last `save`. A normal deviate that numpy holds back (`has_gauss`) lies elsewhere:
+    where there is one, numpy's way is taken. Python's is an attribute.
     """
 
     def __init__(self) -> None:
-        self._words = b""
+        self.draws = False
+        """True once code for which the generators were seeded, or should have been, has drawn from them."""
+        self._words: tuple[bytes, ...] = (b"", b"", b"")
+        """At the last `save`."""
+        self._torch_state: Any = None
         self._numpy_state: Any = None
+        self._saved: tuple[Any, ...] | None = None
 
     def save(self) -> tuple[Any, ...]:
         """Return the state for `restore`."""
-        memory = _python_memory()
-        python = random.getstate() if memory is None else (bytes(memory), random._inst.gauss_next)  # type: ignore[attr-defined]
+        before, words = self._words, _read_words()
+        torch_words, python_words, numpy_words = self._words = words
+        if not torch_words or torch_words != before[0]:
+            self._torch_state = torch.default_generator.get_state()
+        python = (python_words, random._inst.gauss_next) if python_words else random.getstate()  # type: ignore[attr-defined]
         if (numpy := sys.modules.get("numpy")) is None:
-            return torch.default_generator.get_state(), python, None
-        twister, state = _twister_memory(), self._numpy_state
-        words = b"" if twister is None else bytes(twister)  # compared by value, a view takes ten times as long
-        if not words or state is None or words != self._words or state[_HAS_GAUSS]:
-            self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(words))
-        return torch.default_generator.get_state(), python, self._numpy_state
+            self._numpy_state = None
+        elif (state := self._numpy_state) is None or not numpy_words or numpy_words != before[2] or state[_HAS_GAUSS]:
+            self._numpy_state = numpy.random.get_state(legacy=bool(numpy_words))
+        self._saved = self._torch_state, python, self._numpy_state
+        return self._saved
+
+    def is_as_saved(self, state: tuple[Any, ...]) -> bool:
+        """Return whether nobody has drawn since the last `save`, which returned `state`; False where that can't be seen."""
+        if state is not self._saved or not all(self._words) or state[2][_HAS_GAUSS]:
+            return False
+        return _read_words() == self._words and random._inst.gauss_next == state[1][1]  # type: ignore[attr-defined]
 
     def restore(self, state: tuple[Any, ...]) -> None:
         torch.default_generator.set_state(state[0])
@@ -105,9 +123,44 @@ class FastSaver:
         if state[2] is not self._numpy_state or memory is None or state[2][_HAS_GAUSS]:
             numpy.random.set_state(state[2])
             return
-        if bytes(memory) != _seeded_words:  # somebody drew since
+        if bytes(memory) != _seeded[2]:  # somebody drew since
             numpy.random.seed(0)  # forgets a deviate held back
-        memory[:] = self._words
+        memory[:] = self._words[2]
+
+
+def _read_words() -> tuple[bytes, bytes, bytes]:
+    """Return what every draw changes in the generators of torch, Python and numpy; empty where that can't be read.
+
+    It does not contain normal deviates that Python and numpy hold back. Compared by value, a view takes ten times as long.
+    """
+    numpy, (known, twister) = sys.modules.get("numpy"), _twister
+    if numpy is not None and numpy.random.mtrand._rand._bit_generator is not known:
+        twister = _twister_memory()
+    torch_memory, python_memory = _torch_memory(), _python_memory()
+    return (
+        b"" if torch_memory is None else bytes(torch_memory),
+        b"" if python_memory is None else bytes(python_memory),
+        b"" if twister is None else bytes(twister),
+    )
+
+
+@functools.cache
+def _torch_memory() -> memoryview | None:
+    """Return the words of torch's default generator, their position and deviates held back; None where they lie elsewhere."""
+    default: Any = torch.default_generator
+    probe: Any = torch.Generator().manual_seed(1)
+    # In the state behind the seed and three numbers, as 64 bits each.
+    words = struct.pack("=624I", *struct.unpack_from("=624Q", probe.get_state().numpy().tobytes(), 24))
+    # In memory behind the seed and three numbers of 32 bits; two deviates follow.
+    head = bytes(_memory_at(probe._cdata, 160)).find(words[:16]) - 20
+    if head < 0:
+        return None
+    memory = _memory_at(probe._cdata + head, 20 + len(words) + 28)
+    is_found, seen = bytes(memory)[20 : 20 + len(words)] == words, {bytes(memory)}
+    for _ in range(4):  # every second one was held back
+        torch.randn((), generator=probe)
+        seen.add(bytes(memory))
+    return _memory_at(default._cdata + head, len(memory)) if is_found and len(seen) == 5 else None
 
 
 @functools.cache
@@ -124,9 +177,8 @@ def _python_memory() -> memoryview | None:
 _twister: tuple[Any, memoryview | None] = (None, None)
 """numpy's global generator, and its words and position."""
 
-
-_seeded_words = b""
-"""Of numpy's generator, as the last `reseed` left it."""
+_seeded: tuple[bytes, ...] = (b"", b"", b"")
+"""Words of the generators, as the last `reseed` left them."""
 
 
 def _twister_memory() -> memoryview | None:
@@ -139,8 +191,8 @@ def _twister_memory() -> memoryview | None:
     return _twister[1]
 
 
-def _memory_at(address: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * _TWISTER_BYTES).from_address(address)).cast("B")
+def _memory_at(address: int, num_bytes: int = _TWISTER_BYTES) -> memoryview:
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from evenload.records.console import format_bottleneck, format_number, format_percent
 from evenload.records.summary import DATA_BOUND, summarize_steps
-from evenload.records.values import RankTimes, StepRecord
+from evenload.records.values import OwnStep, RankTimes, StepRecord
 from evenload.training.data.tuning import SKIPPED_STEPS, ReadSettings, SettingsOrigin
 
 WINDOW_STEPS = 10
@@ -52,12 +52,30 @@ class LoadingMonitor:
         self._num_steps = 0
         self._busiest: deque[int] = deque(maxlen=WINDOW_STEPS)
         """The busiest rank of each step, where records sum many ranks up."""
+        self._untaken: list[OwnStep] = []
+        """The last steps of a rank alone, none of which waited for samples."""
 
     def take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
         """Return the events to record for one committed step of training, given each rank's reading of its samples.
 
         Of many ranks the busiest one of each step is looked at, and how rank 0 reads: they search together.
         """
+        steps, self._untaken = self._untaken, []
+        return [event for _, event in self._take_own(steps)] + self._take(record, readings)
+
+    def take_own(self, steps: Sequence[OwnStep]) -> list[tuple[int, LoadingEvent]]:
+        """Do what `take` does for steps of a rank alone that reads as before; return each event with its step."""
+        steps, self._untaken = [*self._untaken, *steps], []
+        if not self._reported and all(step.times[0] < LEAST_DATA_S for step in steps):
+            # No event comes of them: they wait until one may, and only the last ones count then.
+            self._untaken, steps = steps[-WINDOW_STEPS:], []
+        return self._take_own(steps)
+
+    def _take_own(self, steps: Sequence[OwnStep]) -> list[tuple[int, LoadingEvent]]:
+        readings = [reader.reading for reader in self._readers]
+        return [(step.step, event) for step in steps for event in self._take(step.record(), readings)]
+
+    def _take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
         ranks = record.ranks
         if record.spread is not None:
             busiest, times = record.spread.busiest

@@ -286,10 +286,13 @@ class OwnReport(Reports):
     """The report of a rank that is alone: it was never a row."""
 
     delays_s = None
+    _changed: Mapping[str, Any] = {}
 
     def __init__(self, report: RankReport) -> None:
         self.names = tuple(report.metric_names()) if report.metrics else ()
-        self._report = own = report
+        self._first = self._report = own = report
+        self.own_seconds: tuple[float, ...] = _SECONDS_OF(report.seconds)
+        """Of each segment."""
         failed, has_times = own.status not in (OK, AWAY), own.times_of == OWN_TIMES
         self.agreed = Agreed(
             failed, own.stop_requested, own.has_decision, own.elapsed_s, int(own.membership), has_times
@@ -298,11 +301,16 @@ class OwnReport(Reports):
     def again(self, **changed: Any) -> OwnReport:
         """Return the report of a later step that ended well, and differs in these fields alone."""
         later = object.__new__(OwnReport)
-        later._report = own = self._report._replace(**changed)
-        later.names = self.names if own.metrics.keys() == self._report.metrics.keys() else tuple(own.metric_names())
-        is_same = own.stop_requested == self.agreed.stop_requested
-        later.agreed = self.agreed if is_same else self.agreed._replace(stop_requested=own.stop_requested)
+        later._first, later._changed, stops = self._first, changed, changed["stop_requested"]
+        later.own_seconds = _SECONDS_OF(changed["seconds"])
+        later.names = tuple(later._report.metric_names()) if changed["metrics"] else ()
+        is_same = stops == self.agreed.stop_requested
+        later.agreed = self.agreed if is_same else self.agreed._replace(stop_requested=stops)
         return later
+
+    @functools.cached_property
+    def _report(self) -> RankReport:
+        return self._first._replace(**self._changed)
 
     def __len__(self) -> int:
         return 1
@@ -326,12 +334,6 @@ class OwnReport(Reports):
 
     def metric(self, name: str) -> list[float]:
         return [self._report.metrics[name]]
-
-    @property
-    def own_seconds(self) -> tuple[float, ...]:
-        """The seconds of each segment."""
-        seconds: tuple[float, ...] = _SECONDS_OF(self._report.seconds)
-        return seconds
 
     @property
     def seconds(self) -> NDArray[np.float64]:

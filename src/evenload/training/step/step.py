@@ -297,7 +297,7 @@ class StepLoop:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
         engine = self.engine
         if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
-            self._end_straight(step)
+            self._end_straight(step, self.line)
             return
         self.line = None
         engine.totals.end_body(finished=finished)
@@ -327,12 +327,10 @@ class StepLoop:
                 rests = (listener.rests for listener in self._all_listeners)
                 self.line = begin_line(engine, step.batch, step.planner, step.stats, rests)
 
-    def _end_straight(self, step: Step) -> None:
-        engine = self.engine
+    def _end_straight(self, step: Step, line: StraightLine) -> None:
         self.last_loss, self.left_early, self.step = step.stats.loss, False, None
         self._session_steps += 1
-        engine.clock.switch("other")
-        engine.recorder.step(step.record_index, step.batch.plan, step.stats, at_once=step.committed)
+        line.end(step.record_index, step.batch, step.stats, at_once=step.committed)
         step.commit()
 
     def settle(self) -> None:

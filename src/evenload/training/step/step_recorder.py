@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder, is_media
-from evenload.records.values import RankTimes, StepRecord
+from evenload.records.values import OwnStep, RankTimes, StepRecord
 from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.training.step.stats import StepStats
 from evenload.training.step.unread_log import UnreadLog
@@ -47,7 +47,7 @@ class StepRecorder:
     def __init__(self, recorder: Recorder | None, writes: bool, *, on_device: bool = False) -> None:
         """`on_device`: what is logged may lie on a device, which the host does not wait for."""
         self._recorder = recorder
-        self._writes = writes
+        self.writes = writes
         self._on_device = on_device
         self._written = -1
         """The last step that a rank before this one has written."""
@@ -60,6 +60,8 @@ class StepRecorder:
         """The thread in which steps end."""
         self._ended: deque[_EndedStep] = deque()
         """The last steps: those that are not written yet, or that this rank would write if the one that writes were lost."""
+        self._own: list[OwnStep] = []
+        """Later ones that are not written yet; empty while there are earlier ones."""
         self._bottleneck = LoadingMonitor()
         self._whole: tuple[tuple[int, ...], str] | None = None
         """Shares and arm of the last record with the times of each of many ranks."""
@@ -67,7 +69,7 @@ class StepRecorder:
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Record an event; every rank may call it, rank 0 writes it."""
-        if not self._writes:
+        if not self.writes:
             return
         if threading.get_ident() == self._thread:  # another one must not wait for a device that may hang
             self._write_ended(but_unread=True)
@@ -82,7 +84,7 @@ class StepRecorder:
 
     def take_over(self, recorder: Recorder, last_step: int) -> None:
         """Write from now on, in place of a rank that is gone; `last_step` is the last that it has written."""
-        self._recorder, self._writes, self._written = recorder, True, last_step
+        self._recorder, self.writes, self._written = recorder, True, last_step
         self._held.clear()
         self._unread_log = UnreadLog(self._write_log) if self._on_device else None
         self._write_ended()
@@ -100,8 +102,10 @@ class StepRecorder:
         if not stats.calls:
             return
         ended = self._ended
+        if self._own:
+            self._write_ended()
         ended.append(_EndedStep(index, plan, stats, arm, now - since, time.time(), now))
-        if self._writes:
+        if self.writes:
             if at_once or now - self._wrote_s >= _WRITE_EVERY_S:
                 self._wrote_s, self._thread = now, threading.get_ident()
                 self._write_ended(but_unread=True)
@@ -110,6 +114,30 @@ class StepRecorder:
         while len(ended) > 2 and ended[-2].ended_s - ended[0].ended_s > 3 * _WRITE_EVERY_S:
             ended.popleft()
 
+    def own_step(
+        self,
+        index: int,
+        plan: StepPlan,
+        stats: StepStats,
+        times: tuple[float, ...],
+        memory_bytes: int,
+        ended_s: float,
+        *,
+        at_once: bool,
+    ) -> None:
+        """Do what `step` does on a rank that is alone and writes, for a step of one micro-batch that ended at `ended_s`."""
+        seconds, self._last_s = ended_s - (self._last_s or stats.begun_s) - stats.other_s, ended_s
+        if self._ended:
+            self._write_ended()
+        ended = OwnStep(
+            *(index, plan.epoch, plan.step, plan.num_samples, stats.loss, max(0.0, seconds), times, memory_bytes),
+            *(stats.metrics, time.time()),
+        )
+        self._own.append(ended)
+        if at_once or ended_s - self._wrote_s >= _WRITE_EVERY_S:
+            self._wrote_s = ended_s
+            self._write_ended(but_unread=True)
+
     def _write_ended(self, *, but_unread: bool = False) -> None:
         """Write the steps that have ended; `but_unread` leaves the last one where a device holds a part of it."""
         ended, log = self._ended, self._unread_log
@@ -117,6 +145,11 @@ class StepRecorder:
             if but_unread and len(ended) == 1 and (ended[0].stats.unread is not None or (log and log.is_waiting)):
                 return
             self._write_step(ended.popleft())
+        if own := self._own:
+            self._own = []
+            self._write(lambda recorder: recorder.own_steps(own))
+            for step, event in self._bottleneck.take_own(own):
+                self._write_event(event.kind, event.message, step, event.fields)
 
     def _write_step(self, ended: _EndedStep) -> None:
         index, plan, stats, arm, whole_s, ended_at, _ = ended
@@ -167,7 +200,7 @@ class StepRecorder:
 
     def write_waiting(self, *, waits: bool = True) -> None:
         """Write what waits for a device: the last step, and what was logged; without `waits` only what the host has."""
-        if not self._writes:
+        if not self.writes:
             return
         if self._unread_log is not None:
             self._unread_log.write(waits=waits)
@@ -175,14 +208,15 @@ class StepRecorder:
 
     def tracker(self, name: str) -> Any | None:
         """Return the own object of a logger's library on the rank that writes; None on the others."""
-        if self._writes:
+        if self.writes:
             self._write_ended(but_unread=True)
         return None if self._recorder is None else self._recorder.tracker(name)
 
     def hand_over(self) -> None:
         """Write what waits as this rank leaves; leave the steps to the rank that writes from now on if it has begun."""
-        if self._writes and self._recorder is not None and self._recorder.is_followed:
+        if self.writes and self._recorder is not None and self._recorder.is_followed:
             self._ended.clear()
+            self._own.clear()
         self.write_waiting()
 
     def close(self, ended_well: bool) -> None:
@@ -198,7 +232,7 @@ class StepRecorder:
         self._write(lambda recorder: recorder.event(kind, message, step=step, **fields))
 
     def _write(self, write: Callable[[Recorder], None]) -> None:
-        if not self._writes:
+        if not self.writes:
             return
         if self._recorder is None:
             self._held.append(write)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -46,6 +47,7 @@ class StraightLine:
         self._planner = planner
         self._call = call
         self._touched = call.touched
+        self._memory_bytes = int(engine.exchange.own.most("memory_bytes"))
         self._ends_s = engine.clock.since_s + _LASTS_S
 
     def has_ended(self) -> bool:
@@ -66,7 +68,7 @@ class StraightLine:
         )
 
     def backward(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> torch.Tensor | None:
-        """Do what `Engine.backward` does; None where memory ran out, with everything as before: the usual way makes room."""
+        """Do what `Engine.backward` does; None where the usual way must do it, with everything as before: see `_compute`."""
         engine, reducer = self._engine, self._call.reducer
         engine.clock.switch("compute")
         generators = randomness.saver.save()
@@ -75,15 +77,8 @@ class StraightLine:
                 engine.buffers.save()
             engine.exchange.begin()
             reducer.begin_again()
-            try:
-                sums = self._compute(batch, loss_fn)
-            except Exception as error:
-                reducer.abort()
-                engine.buffers.restore()
-                stats.redone = True
-                if is_out_of_memory(error):
-                    return None
-                raise
+            if (sums := self._compute(batch, stats, loss_fn, generators)) is None:
+                return None
             is_usual = reducer.end_again()
             reports = engine.exchange.repeat(sums, batch, self._planner, stats)
             stats.add(reports)
@@ -96,28 +91,57 @@ class StraightLine:
             loss = engine.finish(batch, stats, reports, result)
         except BaseException:
             reducer.abort()
+            randomness.saver.restore(generators)
             raise
         finally:
-            randomness.saver.restore(generators)
+            if randomness.saver.draws:
+                randomness.saver.restore(generators)
             engine.clock.switch("optimizer")
         stats.calls += 1
         engine.num_backwards += 1
         return loss
 
-    def _compute(self, batch: GlobalBatch, loss_fn: LossFn) -> LossSums:
-        context, sums = self._call.context, LossSums()
-        micro = batch.micro(0, 0, context.device)
-        seed(context, batch, 0, 0, 0)
-        had_grad = torch.is_grad_enabled()
-        _set_grad_enabled(True)
+    def _compute(
+        self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn, generators: tuple[Any, ...]
+    ) -> LossSums | None:
+        """Run forward and backward; None, with everything as before, where memory ran out or generators were not seeded.
+
+        They are seeded only once a loss_fn has drawn from them. The first one that draws runs again, once in a session.
+        """
+        context, sums, saver = self._call.context, LossSums(), randomness.saver
+        had_grad, is_seeded = torch.is_grad_enabled(), saver.draws
         try:
+            micro = batch.micro(0, 0, context.device)
+            if is_seeded:
+                seed(context, batch, 0, 0, 0)
+            _set_grad_enabled(True)
             num_samples, last_units = batch.plan.num_samples, self._engine.totals.units.get(0)
             root, _ = compute_loss(context, micro, loss_fn, sums, num_samples, last_units, is_first=True)
             self._call.reducer.open_again()
             root.backward()  # type: ignore[no-untyped-call]
+            if is_seeded or saver.is_as_saved(generators):
+                return sums
+        except Exception as error:
+            if not is_out_of_memory(error) and (is_seeded or saver.is_as_saved(generators)):
+                self._undo(stats)
+                raise
         finally:
             _set_grad_enabled(had_grad)
-        return sums
+        saver.draws = is_seeded or not saver.is_as_saved(generators)
+        self._undo(stats)
+        return None
+
+    def _undo(self, stats: StepStats) -> None:
+        self._call.reducer.abort()
+        self._engine.buffers.restore()
+        stats.redone = True
+
+    def end(self, index: int, batch: GlobalBatch, stats: StepStats, *, at_once: bool) -> None:
+        """Record a step that this line has computed."""
+        clock = self._engine.clock
+        clock.switch("other")
+        times, memory_bytes = self._engine.exchange.own.own_seconds, self._memory_bytes
+        self._engine.recorder.own_step(index, batch.plan, stats, times, memory_bytes, clock.since_s, at_once=at_once)
 
 
 def begin_line(
@@ -137,6 +161,8 @@ def begin_line(
         or planner.learns
         or planner.has_decision
         or batch.plan.num_micro > 1
+        or batch.plan.of is not None
+        or not engine.recorder.writes
         or stats.calls != 1
         or stats.redone
         or engine.clock.since_s - stats.begun_s > _LASTS_S
