@@ -30,7 +30,7 @@ Shared = TypeVar("Shared")
 Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
 """Lets some ranks of one host share memory: `share_sums` or `share_statistics`."""
 Parts = dict[object, Any]
-"""What functions returned for all ranks, by function."""
+"""By function, its result for all ranks."""
 _POLL_S = 0.01
 _PATIENCE_S = 30.0
 """After it a member is no longer waited for, and all make these parts between the two steps."""
