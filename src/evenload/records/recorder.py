@@ -28,9 +28,9 @@ _MOST_UNWRITTEN_BYTES = 1 << 24
 class Recorder:
     """The only writer of a run folder; without a folder it writes and prints nothing.
 
-    Each record is one unbuffered append, so readers in other processes see it immediately and a crash can cut only the
-    last line short. An existing folder is appended to, never truncated; an incomplete last line is terminated first. The
-    events ``open`` and ``close`` (without a message) delimit a session.
+    Each call is one unbuffered append, by `own_steps` of several records, so readers in other processes see it immediately
+    and a crash can cut only the last line short. An existing folder is appended to, never truncated; an incomplete last
+    line is terminated first. The events ``open`` and ``close`` (without a message) delimit a session.
 
     Metrics from `log` become part of the record of their step. If that record is already written (an evaluation after
     the last step of an epoch), they follow on a separate line, which the reader joins to the step.

@@ -11,8 +11,7 @@ import torch
 from evenload.training.data import randomness
 
 
-def test_the_fast_saver_restores_what_the_libraries_would() -> None:
-    saver = randomness.FastSaver()
+def test_a_copy_restores_what_the_libraries_would() -> None:
     np.random.seed(3)
     for draws_outside, draws_inside in ((0, 0), (1, 0), (0, 1), (2, 3), (1, 1), (3, 700), (0, 0)):
         np.random.randn(draws_outside)  # an odd number leaves a deviate behind
@@ -21,7 +20,7 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
         random.random()
         torch.rand(1)
         expected = randomness.get_global_state()
-        state = saver.save()
+        state = randomness.copy_global_state()
         randomness.reseed(5)
         np.random.randn(draws_inside)
         np.random.rand(draws_inside)
@@ -29,7 +28,7 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
         for _ in range(draws_inside):
             random.random()
         torch.rand(draws_inside + 1)
-        saver.restore(state)
+        randomness.put_back(state)
         found = randomness.get_global_state()
         assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
         assert all(np.array_equal(a, b) for a, b in zip(found[2], expected[2], strict=True)), (
@@ -38,41 +37,63 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
         )
 
 
-DRAWS = {
-    "one": lambda: torch.rand(()),
-    "deviate": lambda: torch.randn(()),
-    "many": lambda: torch.randn(100),
-    "dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
-    "order": lambda: torch.randperm(3),
-    "python": random.random,
-    "python's deviate": lambda: random.gauss(0, 1),
-    "numpy": np.random.rand,
-    "numpy's deviate": np.random.randn,
-}
+def test_all_states_are_found_in_memory() -> None:
+    """Otherwise the slow way is taken, and nothing is wrong."""
+    assert randomness.copy_global_state()[0] is not None
+    assert len(randomness._memory[1]) == 4
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_each_draw_shows(name: str) -> None:
-    assert randomness._torch_memory() is not None  # otherwise each step is seeded, and nothing is wrong
-    saver = randomness.FastSaver()
-    randomness.reseed(3)
-    assert randomness.is_as_seeded()
-    for _ in range(5):  # every second deviate was held back
-        state = saver.save()
-        holds_one = np.random.get_state()[3]  # nobody can see that it is taken
-        assert saver.is_as_saved(state) == (not holds_one)
-        DRAWS[name]()
-        assert not saver.is_as_saved(state)
-    assert not randomness.is_as_seeded()
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_deviate_that_numpy_held_back_is_given_once(monkeypatch: pytest.MonkeyPatch, is_fast: bool) -> None:
+    """Its words don't change when it is taken, or put back with all the rest."""
+    if not is_fast:
+        monkeypatch.setattr(randomness, "_memory", None)
+        monkeypatch.setattr(randomness, "_deviate_memory", lambda: None)
+    np.random.seed(4)
+    np.random.randn()
+    holds_one = np.random.get_state()
+    deviate = np.random.randn()
+    for expected in (holds_one, np.random.get_state(), holds_one):
+        np.random.set_state(expected)
+        state = randomness.copy_global_state()
+        assert (state[0] is not None) == is_fast
+        randomness.reseed(5)
+        np.random.randn()
+        randomness.put_back(state)
+        assert np.random.get_state()[2:] == expected[2:]
+    assert np.random.randn() == deviate
 
 
-def test_the_fast_saver_follows_another_generator_of_numpy() -> None:
-    saver, before = randomness.FastSaver(), np.random.get_bit_generator()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torchs_seed_and_deviate_are_put_back(dtype: torch.dtype) -> None:
+    torch.manual_seed(11)
+    torch.randn((), dtype=dtype)
+    before = torch.get_rng_state()
+    state = randomness.copy_global_state()
+    expected = torch.randn(5, dtype=dtype), torch.rand(700)
+    randomness.reseed(5)
+    randomness.put_back(state)
+    assert torch.initial_seed() == 11 and torch.equal(torch.get_rng_state(), before)
+    found = torch.randn(5, dtype=dtype), torch.rand(700)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_memory_is_found_whatever_the_scripts_default_device_is() -> None:
+    randomness._torch_memory.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        assert randomness._torch_memory() is not None
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_copy_follows_another_generator_of_numpy() -> None:
+    before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(4))
-        state = saver.save()
+        state = randomness.copy_global_state()
         drawn = np.random.rand(3)
-        saver.restore(state)
+        randomness.put_back(state)
         assert np.array_equal(np.random.rand(3), drawn)
     finally:
         np.random.set_bit_generator(before)
@@ -83,9 +104,8 @@ def test_the_memory_of_pythons_generator_is_what_it_reports() -> None:
     random.random()
     assert randomness._python_memory() is not None  # otherwise the slow way is taken, and nothing is wrong
     before = random.getstate()
-    saver = randomness.FastSaver()
-    state = saver.save()
+    state = randomness.copy_global_state()
     drawn = [random.random() for _ in range(700)]
-    saver.restore(state)
+    randomness.put_back(state)
     assert random.getstate() == before
     assert [random.random() for _ in range(700)] == drawn

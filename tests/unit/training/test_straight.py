@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import StepError
-from evenload.training.compute import randomness
-from evenload.training.data.randomness import FastSaver, mix
+from evenload.training.data.randomness import mix
 from evenload.training.step import step as step_module
 from evenload.training.step import straight
 from evenload.training.step.straight import StraightLine
@@ -41,14 +40,26 @@ class Model(nn.Module):
         return self.head(hidden) + self.extra(hidden) if self.uses_extra else self.head(hidden)
 
 
+def draws_put_back() -> list[float]:
+    """Draw from generators that are then as before, or are the script's own, seeded by one of them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    drawn = [random.random(), float(np.random.rand())]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    with torch.random.fork_rng():
+        drawn.append(torch.rand(()).item())
+    return [*drawn, torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed())).item()]
+
+
 class Script:
     """Trains with everything that a script may change from step to step; `seen` holds what it sees.
 
-    `draws_from`: the first step whose loss draws random numbers.
+    `draws_from`: the first step whose loss draws random numbers; each loss draws some that don't show afterwards.
     """
 
     def __init__(self, folder: Path, draws_from: int) -> None:
-        self.draws_from, self.drawn, self.num_losses = draws_from, (0.0, 0.0, 0.0), 0
+        self.draws_from, self.num_losses = draws_from, 0
+        self.drawn: list[float] = []
         self.run = evenload.init(project_dir=folder, seed=3)
         torch.manual_seed(0)
         random.seed(0)
@@ -84,8 +95,9 @@ class Script:
         x, y = batch
         loss = (self.model(x) - y).square().mean()
         self.num_losses += 1
+        self.drawn = draws_put_back()
         if self.index >= self.draws_from:
-            self.drawn = torch.rand(()).item(), random.random(), float(np.random.rand())
+            self.drawn += [torch.rand(()).item(), random.random(), float(np.random.rand())]
         if self.index % 11 == 7:
             return loss, float(len(x)) / 3
         if self.index % 11 == 8:
@@ -144,7 +156,6 @@ def train(
         patch.setattr(straight, "_LASTS_S", 1e9)
         if not is_straight:
             patch.setattr(step_module, "begin_line", lambda *_: None)
-        patch.setattr(randomness, "saver", FastSaver())
         script = Script(folder, draws_from)
         script.train()
     state = {name: value.clone() for name, value in script.model.state_dict().items()}
@@ -154,15 +165,13 @@ def train(
     return (script.seen, state, script.num_losses), records, num_straight
 
 
-@pytest.mark.parametrize(("draws_from", "num_repeated"), [(0, 0), (65, 1), (10_000, 0)])
-def test_straight_steps_do_what_usual_ones_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws_from: int, num_repeated: int
-) -> None:
+@pytest.mark.parametrize("draws_from", [0, 65, 10_000])
+def test_straight_steps_do_what_usual_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws_from: int) -> None:
     usual, records, num_straight = train(tmp_path / "usual", monkeypatch, draws_from, is_straight=False)
     assert num_straight == 0
     again, records_again, num_straight = train(tmp_path / "straight", monkeypatch, draws_from, is_straight=True)
     assert num_straight > 40  # the others have something of their own
-    assert again[2] - usual[2] == num_repeated  # the first loss that draws in a straight step
+    assert again[2] == usual[2]
     assert str(usual[0]) == str(again[0])  # NaN is not equal to itself
     assert usual[1].keys() == again[1].keys()
     for name, value in usual[1].items():
@@ -242,19 +251,15 @@ def test_a_part_that_is_new_is_cleared_when_a_step_is_skipped(tmp_path: Path, mo
             assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("error", [ValueError("drawn"), None])
-def test_a_loss_that_draws_is_repeated_with_its_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ValueError | None
+def test_each_step_draws_by_its_own_seeds_and_leaves_the_scripts_generators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it raises: with other numbers it might not."""
-    monkeypatch.setattr(randomness, "saver", FastSaver())
-    model, drawn = nn.Linear(2, 1), []
+    model, drawn = nn.Linear(2, 1), {}
 
     def loss_fn(step: Any, batch: Any) -> torch.Tensor:
-        if step.index >= 30:
-            drawn.append(torch.rand(()).item())
-            if error is not None and len(drawn) == 1:
-                raise error
+        state = torch.get_rng_state()
+        drawn.setdefault(step.index, torch.rand(()).item())  # a check of the step computes it again
+        torch.set_rng_state(state)
         return model(batch[0]).mean()
 
     before = None
@@ -265,5 +270,29 @@ def test_a_loss_that_draws_is_repeated_with_its_seeds(
             assert is_straight
             break
     generator = torch.Generator()
-    seeds = [mix(3, index, 0, 0, 0) for index in (30, 31, 32)]
-    assert drawn[1:] == [torch.rand((), generator=generator.manual_seed(seed)).item() for seed in seeds]
+    for index, number in drawn.items():
+        assert number == torch.rand((), generator=generator.manual_seed(mix(3, index, 0, 0, 0))).item()
+
+
+@pytest.mark.parametrize("error", [ValueError, StepError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_no_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """An exception of loss_fn, one after its backward, and one that is no `Exception`."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+    def loss_fn(step: Any, batch: Any) -> Any:
+        loss = model(batch[0]).mean()
+        if step.index == 30:
+            if error is StepError:
+                return loss, 0.0
+            raise error
+        return loss
+
+    steps, num_done = straight_steps(tmp_path, monkeypatch, model, loss_fn), 0
+    with pytest.raises(error):
+        for step, is_straight in steps:
+            num_done = step.index + 1
+            assert is_straight or num_done < 25
+    assert num_done == 30
+    assert int(model[0].num_batches_tracked) == 30

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.training.data.randomness import FastSaver, get_global_state, is_as_seeded, mix, reseed, set_global_state
-
-saver = FastSaver()
-"""Of the generators of the host."""
+from evenload.training.data import randomness as host
+from evenload.training.data.randomness import get_global_state, mix, reseed, set_global_state
 
 
 def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
@@ -64,19 +62,14 @@ def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
 def save(device: torch.device, others: Sequence[torch.device] = ()) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
     """Return the state of the generators for `put_back`. `others`: see `other_gpus`."""
     if device.type == "cpu" and not others:  # without a frame for each list
-        return saver.save(), []
+        return host.copy_global_state(), []
     gpus = [_cuda_generator(gpu) for gpu in (device, *others) if gpu.type == "cuda"]
-    return saver.save(), [(generator, generator.get_state()) for generator in gpus]
+    return host.copy_global_state(), [(generator, generator.get_state()) for generator in gpus]
 
 
 def put_back(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
-    """Restore what `save` returned, after code for which the generators were seeded."""
-    saver.draws = saver.draws or not is_as_seeded()
-    _restore(saved)
-
-
-def _restore(saved: tuple[Any, list[tuple[torch.Generator, Any]]]) -> None:
-    saver.restore(saved[0])
+    """Restore what `save` returned."""
+    host.put_back(saved[0])
     for generator, state in saved[1]:
         generator.set_state(state)
 
@@ -88,7 +81,7 @@ def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iter
     try:
         yield
     finally:
-        _restore(saved)
+        put_back(saved)
 
 
 def other_gpus(models: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:

@@ -64,7 +64,10 @@ class LoadingMonitor:
         return [event for _, event in self._take_own(steps)] + self._take(record, readings)
 
     def take_own(self, steps: Sequence[OwnStep]) -> list[tuple[int, LoadingEvent]]:
-        """Do what `take` does for steps of a rank alone that reads as before; return each event with its step."""
+        """Return each event with its step, as `take` finds them, for steps of a rank alone that reads as before.
+
+        Steps that can't bring one wait, and the oldest of them are dropped: the windows are judged at other steps then.
+        """
         steps, self._untaken = [*self._untaken, *steps], []
         if not self._reported and all(step.times[0] < LEAST_DATA_S for step in steps):
             # No event comes of them: they wait until one may, and only the last ones count then.

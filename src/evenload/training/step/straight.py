@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from evenload.training.compute import randomness
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.micro_steps import LossFn, LossSums, compute_loss, seed
 from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.data.randomness import copy_global_state, put_back
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.lone_call import LoneCall
 from evenload.training.step.engine import Engine
@@ -71,13 +70,13 @@ class StraightLine:
         """Do what `Engine.backward` does; None where the usual way must do it, with everything as before: see `_compute`."""
         engine, reducer = self._engine, self._call.reducer
         engine.clock.switch("compute")
-        generators = randomness.saver.save()
+        generators = copy_global_state()
+        if has_buffers := engine.buffers.are_present:
+            engine.buffers.save()
         try:
-            if has_buffers := engine.buffers.are_present:
-                engine.buffers.save()
             engine.exchange.begin()
             reducer.begin_again()
-            if (sums := self._compute(batch, stats, loss_fn, generators)) is None:
+            if (sums := self._compute(batch, stats, loss_fn)) is None:
                 return None
             is_usual = reducer.end_again()
             reports = engine.exchange.repeat(sums, batch, self._planner, stats)
@@ -90,51 +89,39 @@ class StraightLine:
                 engine.buffers.forget()
             loss = engine.finish(batch, stats, reports, result)
         except BaseException:
-            reducer.abort()
-            randomness.saver.restore(generators)
+            self._undo()  # the script may catch it, and try again
             raise
         finally:
-            if randomness.saver.draws:
-                randomness.saver.restore(generators)
+            put_back(generators)
             engine.clock.switch("optimizer")
         stats.calls += 1
         engine.num_backwards += 1
         return loss
 
-    def _compute(
-        self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn, generators: tuple[Any, ...]
-    ) -> LossSums | None:
-        """Run forward and backward; None, with everything as before, where memory ran out or generators were not seeded.
-
-        They are seeded only once a loss_fn has drawn from them. The first one that draws runs again, once in a session.
-        """
-        context, sums, saver = self._call.context, LossSums(), randomness.saver
-        had_grad, is_seeded = torch.is_grad_enabled(), saver.draws
+    def _compute(self, batch: GlobalBatch, stats: StepStats, loss_fn: LossFn) -> LossSums | None:
+        """Run forward and backward; None, with everything as before, where memory ran out."""
+        context, sums, had_grad = self._call.context, LossSums(), torch.is_grad_enabled()
         try:
             micro = batch.micro(0, 0, context.device)
-            if is_seeded:
-                seed(context, batch, 0, 0, 0)
+            seed(context, batch, 0, 0, 0)
             _set_grad_enabled(True)
             num_samples, last_units = batch.plan.num_samples, self._engine.totals.units.get(0)
             root, _ = compute_loss(context, micro, loss_fn, sums, num_samples, last_units, is_first=True)
             self._call.reducer.open_again()
             root.backward()  # type: ignore[no-untyped-call]
-            if is_seeded or saver.is_as_saved(generators):
-                return sums
+            return sums
         except Exception as error:
-            if not is_out_of_memory(error) and (is_seeded or saver.is_as_saved(generators)):
-                self._undo(stats)
+            stats.redone = True
+            if not is_out_of_memory(error):
                 raise
         finally:
             _set_grad_enabled(had_grad)
-        saver.draws = is_seeded or not saver.is_as_saved(generators)
-        self._undo(stats)
+        self._undo()
         return None
 
-    def _undo(self, stats: StepStats) -> None:
+    def _undo(self) -> None:
         self._call.reducer.abort()
         self._engine.buffers.restore()
-        stats.redone = True
 
     def end(self, index: int, batch: GlobalBatch, stats: StepStats, *, at_once: bool) -> None:
         """Record a step that this line has computed."""
