@@ -66,6 +66,18 @@ def test_each_draw_shows(name: str) -> None:
     assert not randomness.is_as_seeded()
 
 
+def test_generators_put_back_are_as_saved() -> None:
+    saver = randomness.FastSaver()
+    for dtype in (torch.float32, torch.float64):
+        randomness.reseed(3)
+        torch.randn(2, dtype=dtype)  # held back one, and gave it away
+        state = saver.save()
+        for _ in range(2):  # as torch.utils.checkpoint and torch.random.fork_rng do
+            with torch.random.fork_rng():
+                torch.randn((), dtype=dtype)
+            assert saver.is_as_saved(state)
+
+
 def test_the_fast_saver_follows_another_generator_of_numpy() -> None:
     saver, before = randomness.FastSaver(), np.random.get_bit_generator()
     try:

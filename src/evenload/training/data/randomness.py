@@ -138,15 +138,18 @@ def _read_words() -> tuple[bytes, bytes, bytes]:
         twister = _twister_memory()
     torch_memory, python_memory = _torch_memory(), _python_memory()
     return (
-        b"" if torch_memory is None else bytes(torch_memory),
+        b"" if torch_memory is None else bytes(torch_memory[0]) + bytes(torch_memory[1]),
         b"" if python_memory is None else bytes(python_memory),
         b"" if twister is None else bytes(twister),
     )
 
 
 @functools.cache
-def _torch_memory() -> memoryview | None:
-    """Return the words of torch's default generator, their position and deviates held back; None where they lie elsewhere."""
+def _torch_memory() -> tuple[memoryview, memoryview] | None:
+    """Return the position and words of torch's default generator, and whether each of two deviates is held back.
+
+    None where they lie elsewhere. What lies between is left over from anything: padding, deviates that are not held back.
+    """
     default: Any = torch.default_generator
     probe: Any = torch.Generator().manual_seed(1)
     # In the state behind the seed and three numbers, as 64 bits each.
@@ -155,12 +158,17 @@ def _torch_memory() -> memoryview | None:
     head = bytes(_memory_at(probe._cdata, 160)).find(words[:16]) - 20
     if head < 0:
         return None
-    memory = _memory_at(probe._cdata + head, 20 + len(words) + 28)
-    is_found, seen = bytes(memory)[20 : 20 + len(words)] == words, {bytes(memory)}
-    for _ in range(4):  # every second one was held back
-        torch.randn((), generator=probe)
-        seen.add(bytes(memory))
-    return _memory_at(default._cdata + head, len(memory)) if is_found and len(seen) == 5 else None
+
+    def parts_of(address: int) -> tuple[memoryview, memoryview]:
+        memory = _memory_at(address + head + 16, len(words) + 32)
+        return memory[: 4 + len(words)], memory[len(words) + 12 :: 12]
+
+    parts = parts_of(probe._cdata)
+    is_found, seen = parts[0][4:] == words, {b"".join(map(bytes, parts))}
+    for n in range(8):  # every second one was held back
+        torch.randn((), generator=probe, dtype=(torch.float32, torch.float64)[n // 4])
+        seen.add(b"".join(map(bytes, parts)))
+    return parts_of(default._cdata) if is_found and len(seen) == 9 else None
 
 
 @functools.cache
