@@ -106,10 +106,12 @@ def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | 
     from evenload.views.run.summary import describe_lost_end, is_open, summarize_run, summary_to_json
 
     summary = summarize_run(folder, is_wanted)
+    lost_end = describe_lost_end(folder) if is_open(read_events(folder)) else ""
     if as_json:
         import json
 
-        print(json.dumps(summary_to_json(summary), indent=1, allow_nan=False, ensure_ascii=False, default=str))
+        values = {**summary_to_json(summary), "lost_end": lost_end}
+        print(json.dumps(values, indent=1, allow_nan=False, ensure_ascii=False, default=str))
         return
     from evenload.views.run.summary_text import format_run_summary
 
@@ -118,8 +120,8 @@ def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | 
 
     if members := members_of(folder):
         print(f"\nin progress on {'; '.join(members)}")
-    elif is_open(read_events(folder)) and (text := describe_lost_end(folder)):
-        print(f"\n{text}")
+    elif lost_end:
+        print(f"\n{lost_end}")
 
 
 def _write_page(folder: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.errors import ConfigError, StepError
+from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.records.reader import read_steps
 from evenload.records.values import StepRecord
 from evenload.testing import run_ranks
@@ -257,6 +257,35 @@ def test_a_worker_without_a_part_in_an_epoch_stays_in_the_run(tmp_path: Path) ->
     (server, _), *workers = found = run_ranks(train_one_part_an_epoch, 3, str(tmp_path), timeout_s=60.0)
     assert server == sorted(epoch for computed, _ in workers for epoch in computed) == [0, 1, 2, 3]
     assert {epochs for _, epochs in found} == {4}
+
+
+def leave_by_own_count(folder: str) -> str:
+    """Leave both loops after so many steps of this rank: the server, whose loop has all, ends before the workers."""
+    run = evenload.init(project_dir=folder, strategy="async")
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
+    optimizer, _ = optimizers(model)
+    count = 0
+    try:
+        for _ in range(2):
+            for step in loader:
+                step.backward(lambda batch: loss_of(model, batch[0]))
+                optimizer.step()
+                optimizer.zero_grad()
+                count += 1
+                if count == 4:
+                    break
+            if count >= 4:
+                break
+        run.close()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_server_that_ends_before_its_workers_is_named(tmp_path: Path) -> None:
+    found = run_ranks(leave_by_own_count, 3, str(tmp_path), timeout_s=60.0)
+    for error in found:
+        assert "rank 0 has ended its script" in error and "begins an epoch" in error
 
 
 def check_updates(folder: Path, epochs: int, counted: int) -> None:

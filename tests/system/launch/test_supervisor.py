@@ -1,5 +1,6 @@
 """Real processes and real signals: one story told once, and nothing left."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError, LaunchError
+from evenload.training.launch import supervisor
 from evenload.training.launch.request import LaunchRequest, plan
 from evenload.training.launch.supervisor import launch
 from tests.system.launch.scripts import Started, assert_gone, run
@@ -215,6 +217,24 @@ def test_a_port_in_use(tmp_path, monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--port {port} can't be opened .*in use"):
             launch(LaunchRequest(("train.py",), devices="cpu:2", port=port))
+
+
+def test_too_many_open_files_are_named(tmp_path, monkeypatch):
+    def run_out(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervisor._Supervisor, "_tick", run_out)
+    Path("train.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(LaunchError, match=r"may open \d+ files at once; raise the limit, such as by `ulimit -n 4096`"):
+        launch(LaunchRequest(("train.py",), devices="cpu"))
+
+
+def test_a_relative_import_points_at_the_module(tmp_path):
+    code, _, err = run(tmp_path, "from .models import Net", "-d", "cpu")
+    assert (
+        code == 1 and "hint: start a module of a package by its name" in err and "evenload run -m package.train" in err
+    )
 
 
 def test_wrong_requests_are_refused_before_any_process_starts(tmp_path, monkeypatch):

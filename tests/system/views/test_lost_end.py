@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -30,7 +31,10 @@ def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
 
     def shown() -> tuple[bool, bool]:
         text = "its processes are gone (killed, or their machine went down): start the same command again; it resumes at step 4"
-        return text in CliRunner().invoke(app, [str(tmp_path)]).stdout, text in RunPage(tmp_path).html()
+        report, is_in_page = CliRunner().invoke(app, [str(tmp_path)]).stdout, text in RunPage(tmp_path).html()
+        values = json.loads(CliRunner().invoke(app, [str(tmp_path), "--json"]).stdout)
+        assert values["lost_end"] == (text if is_in_page else "")
+        return text in report, is_in_page
 
     lock.write_text("process 1 on another-host")
     assert shown() == (False, False), "its processes can't be seen from here"

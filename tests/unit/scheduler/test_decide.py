@@ -223,7 +223,7 @@ def test_over_the_hard_limit_a_job_is_ended() -> None:
     assert (
         isinstance(end, events.StopRequested)
         and end.then is JobState.FAILED
-        and end.reason == "its time limit of 100 s is over"
+        and end.reason == "its time limit of 2 min is over"
     )
     queue.yielded(job)
     assert queue.state(job) is JobState.FAILED

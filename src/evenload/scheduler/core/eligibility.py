@@ -73,7 +73,7 @@ class Eligibility:
         if job.state is JobState.PREEMPTING:
             self.coming += self.usable(job)
         elif limit_s is not None and job.held_until(self._now_s) >= limit_s:
-            self._stop(job, JobState.FAILED, f"its time limit of {limit_s:g} s is over")
+            self._stop(job, JobState.FAILED, f"its time limit of {span(limit_s)} is over")
         elif job.state is RUNNING:
             self.running.append(job)
         elif job.state is JobState.RESIZING:

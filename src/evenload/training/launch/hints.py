@@ -107,6 +107,10 @@ _MESSAGES = (
     ),
     ("-- Process ", _MP_SPAWN),
     ("terminated with exit code", _MP_SPAWN),
+    (
+        "attempted relative import with no known parent package",
+        "start a module of a package by its name, from the folder that holds the package: evenload run -m package.train",
+    ),
     ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
 )
 _NUMBER_OF_STEP = "a step is no number; its index in the run is step.index: if step.index % 100 == 0"

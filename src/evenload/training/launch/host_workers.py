@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +19,21 @@ from evenload.training.launch.replicas import throttle_of
 from evenload.training.launch.request import LaunchRequest
 from evenload.training.launch.target import resume_command
 from evenload.training.launch.throttle import ThrottleController
+
+
+@contextmanager
+def open_files_named() -> Iterator[None]:
+    """Raise LaunchError, with what to do, where the body meets the limit of open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise LaunchError(
+            f"{error}: this process may open {most} files at once; raise the limit, such as by `ulimit -n 4096`, and start the "
+            "same command again"
+        ) from error
 
 
 def can_change(request: LaunchRequest, spec: WorkerSpec) -> bool:
@@ -41,7 +59,8 @@ class HostWorkers:
             spec = replace(spec, throttle=throttle_of(self.throttle, spec))
         spec = replace(spec, launch_dir=str(self.folder), command=self._command)
         try:
-            process = WorkerProcess(spec, self.request.arguments, self.outputs, with_channel)
+            with open_files_named():
+                process = WorkerProcess(spec, self.request.arguments, self.outputs, with_channel)
         except OSError as error:  # a full disk, too many processes
             where = f"files of workers are in {self.folder.parent}: if it is full, set TMPDIR to another folder"
             raise LaunchError(f"{error}; {where}") from error

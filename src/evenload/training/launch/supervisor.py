@@ -28,7 +28,7 @@ from evenload.training.launch.device_changes import change_devices
 from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
-from evenload.training.launch.host_workers import HostWorkers, can_change
+from evenload.training.launch.host_workers import HostWorkers, can_change, open_files_named
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.queue_devices import QueueDevices
@@ -76,7 +76,7 @@ def launch(
     """
     received: list[int] = []
     following: LaunchRequest | None = request
-    with collect_stop_signals(received, exits_afterwards):
+    with collect_stop_signals(received, exits_afterwards), open_files_named():
         while following is not None:
             wait_before(following, received)
             host = read_host()

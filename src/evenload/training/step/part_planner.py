@@ -16,7 +16,7 @@ from evenload.balance.split import num_micro, slice_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError, StepError
 from evenload.training.comm.clock import StepClock
-from evenload.training.comm.control import Control
+from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import Groups
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.asynchronous.messages import Handout
@@ -103,6 +103,7 @@ class PartPlanner(Planner):
             yield from todo
             return
         strategy = self._strategy
+        self._control.exchange(Operation.AGREE)  # otherwise a rank whose script has ended would be waited for
         strategy.enter()
         self._control.apart = True
         if strategy.server is not None:
