@@ -123,7 +123,7 @@ class LeftOut:
         self._credit_s -= self.price_s
 
     def charge(self, seconds: float) -> None:
-        """Take from the budget what a step of a trial took longer than a usual one."""
+        """Take from the budget what steps of a trial took longer than usual ones."""
         self._credit_s -= max(0.0, seconds)
 
     def end(self, rank: int, *, returned: bool) -> None:

@@ -340,7 +340,7 @@ class Balancer:
             (self.shares, self.num_micro) = trial.before
             return None
         trial.num_seen += 1
-        self.left_out.charge(step_s - trial.usual_s)
+        self.left_out.charge(observation.num_steps * (step_s - trial.usual_s))
         if not trial.is_over(own_s):
             return None
         self._trial = None

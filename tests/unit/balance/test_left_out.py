@@ -108,6 +108,14 @@ def test_a_trial_far_dearer_than_expected_ends_at_its_second_step() -> None:
     assert job.shares[-1] == (64, 0)
 
 
+def test_each_of_the_short_steps_of_a_trial_is_paid() -> None:
+    job = _Job(_balancer(), [Cost(0.0002, 0.00002), Cost(0.02, 0.002)])
+    job.run(20_000)
+    alone_s = job.costs[0].predict_s(64, 1)
+    for begin in (100, 10_000):
+        assert sum(job.seconds[begin:]) / (alone_s * len(job.seconds[begin:])) <= 1.02
+
+
 def test_many_ranks_that_are_out_share_one_budget() -> None:
     costs = [Cost(0.002, 0.001)] + [Cost(0.2, 0.1)] * 15
     job = _Job(_balancer(16, price_s=0.2), costs, 0.2)
