@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Iterable
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from evenload.training.comm.store import WaitLimits
 from evenload.training.elastic import own_wait, stall_watch
@@ -160,6 +161,7 @@ def test_the_deadline_is_learned_and_spikes_do_not_pass_it() -> None:
             if step > 50:
                 assert deadline.seconds <= max(5.0, 9 * usual_s)
         assert late == 0
+    assert StepDeadline(timeout_s=60.0).seconds == 30.0
     steady = StepDeadline()
     for _ in range(100):
         steady.add(2.0)
@@ -195,6 +197,7 @@ def test_messages_travel_as_lines() -> None:
 def _context(**clock: Any) -> Any:
     return SimpleNamespace(
         spec=SimpleNamespace(worker="w0"),
+        device=torch.device("cpu"),
         clock=SimpleNamespace(**clock),
         loop=SimpleNamespace(in_backward=False),
         control=SimpleNamespace(waits_since_s=0.0),
@@ -287,8 +290,40 @@ def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.Monke
         watch.close()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_that_computes_its_first_steps_is_no_stall(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    now = SimpleNamespace(s=1000.0, used_s=0.0)
+    times = SimpleNamespace(monotonic=lambda: now.s, perf_counter=lambda: now.s, process_time=lambda: now.used_s)
+    monkeypatch.setattr(stall_watch, "time", times)
+    context = _context(current="compute", since_s=1000.0, reads=False, read_s=0.0)
+    context.device = torch.device(device)
+    sent: list[Any] = []
+    watch = stall_watch.StallWatch(context, sent.append)
+
+    def excuse(part: float, seconds: float = 24.0) -> str:
+        looks, sent[:] = iter((False, False, False, False, True)), []
+        watch._closed = cast(Any, SimpleNamespace(wait=lambda s: wait(next(looks))))
+
+        def wait(ends: bool) -> bool:
+            now.s += seconds / 4
+            now.used_s += part * seconds / 4
+            return ends
+
+        watch._run()
+        found: str = sent[-1].excuse
+        return found
+
+    watch.on_trained(cast(Any, SimpleNamespace(stats=SimpleNamespace(is_usual=True, begun_s=now.s))))
+    assert excuse(0.2) == "it computes its first steps"
+    assert excuse(0.01) == ""
+    assert excuse(0.9, 400.0) == ("it computes its first steps" if device == "cpu" else "")
+    for _ in range(8):
+        watch.on_trained(cast(Any, SimpleNamespace(stats=SimpleNamespace(is_usual=True, begun_s=now.s - 1))))
+    assert excuse(0.2) == ""
+
+
 def test_a_deadline_knows_how_long_streams_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    context: Any = SimpleNamespace(clock=SimpleNamespace(reads=False, read_s=20.0))
+    context = _context(reads=False, read_s=20.0)
     watch = stall_watch.StallWatch(context, lambda message: None)
     step: Any = SimpleNamespace(stats=SimpleNamespace(is_usual=True, begun_s=time.perf_counter()))
     for _ in range(16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -26,7 +27,16 @@ _NUM_KNOWN = 8
 """Steps after which the deadline is learned from them."""
 _NUM_KEPT = 500
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_COMPILES = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+_FIRST_ON_GPU_S = 300.0
+"""A GPU that hangs keeps a core busy, as one that computes its first steps does; it is left out after so long."""
+_WORKS, _WORKED_S = 0.05, 5.0
+"""A process that computes uses at least this part of a core within so many seconds, on a machine with much to do, too."""
+_COMPILES = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/utils/cpp_extension.py",
+    "triton/compiler/compiler.py",
+)
 _SAVES = "evenload/training/checkpoint/"
 _STREAM = "evenload/training/data/stream.py"
 
@@ -34,10 +44,15 @@ _STREAM = "evenload/training/data/stream.py"
 class StepDeadline:
     """The seconds after which a wait in a step is longer than the steps so far explain."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = math.inf) -> None:
+        """`timeout_s`: limit of a wait, before which a stall is to be found."""
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._num_steps = 0  # also those that are no longer kept
-        self.seconds = _FIRST_DEADLINE_S
+        self.seconds = min(_FIRST_DEADLINE_S, timeout_s / 2)
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_steps >= _NUM_KNOWN
 
     def add(self, step_s: float) -> None:
         """Add a usual step of this rank, waiting included.
@@ -61,7 +76,8 @@ class StallWatch(StepListener):
         self._send = send
         self._main = threading.main_thread().ident or 0
         self._own_wait = OwnWait(context)
-        self._deadline = StepDeadline()
+        self._deadline = StepDeadline(context.groups.limits.timeout_s)
+        self._used_s = self._looked_s = self._worked_s = 0.0
         self._starts = True
         """The first step of a loop runs, in which loaders start."""
         self._closed = threading.Event()
@@ -95,7 +111,10 @@ class StallWatch(StepListener):
             frame = sys._current_frames().get(self._main)
             idle_s, excuse, position = self._own_wait.seconds(frame), find_excuse(frame), find_position(frame)
             del frame  # it keeps what a function had that has returned, such as a loop that was left
-            segment, seconds = clock.current, time.perf_counter() - clock.since_s
+            segment, seconds, works = clock.current, time.perf_counter() - clock.since_s, self._works()
+            limit_s = math.inf if self._context.device.type == "cpu" else _FIRST_ON_GPU_S
+            if segment == "compute" and works and seconds < limit_s and not self._deadline.is_known:
+                excuse = excuse or "it computes its first steps"
             if (since_s := self._context.control.waits_since_s) and segment not in ("wait", "comm"):
                 segment, seconds = "wait", time.monotonic() - since_s
             waits = self._context.loop.in_backward or clock.reads
@@ -108,6 +127,14 @@ class StallWatch(StepListener):
                 excuse = "its loader starts" if self._starts and seconds < _FIRST_DEADLINE_S else excuse
                 stuck_s = idle_s if limits.is_watched and idle_s >= own_wait.STUCK_S else 0.0
                 self._send(Activity(worker, segment, seconds, position, excuse, stuck_s))
+
+    def _works(self) -> bool:
+        """Return whether this process has computed lately."""
+        used_s, now_s = time.process_time(), time.monotonic()
+        if used_s - self._used_s >= _WORKS * (now_s - self._looked_s):
+            self._worked_s = now_s
+        self._used_s, self._looked_s = used_s, now_s
+        return now_s - self._worked_s < _WORKED_S
 
 
 def find_position(frame: FrameType | None) -> str:
