@@ -22,6 +22,8 @@ FIRST_TRIAL_AFTER = 128
 _MOST_STEPS = 1 << 20
 TRIAL_STEPS = 4
 """Steps of a trial; the first doesn't count, because the rank allocates and warms up."""
+_HOPELESS = 8.0
+"""A trial ends at its second step where the rank takes so many times as long as a whole step without it."""
 LEAD_STEPS = 2
 """A trial goes on for so many steps after its verdict, until the next shares hold."""
 _UNCERTAINTY = 0.02
@@ -48,6 +50,10 @@ class ReturnTrial:
     """Seconds of a step without it."""
     num_seen: int = 0
     num_waiting: int = 0
+
+    def is_over(self, own_s: float) -> bool:
+        """Return whether enough was seen, given the rank's own seconds of the last step."""
+        return self.num_seen >= TRIAL_STEPS or (self.num_seen > 1 and own_s > _HOPELESS * self.usual_s)
 
 
 class LeftOut:
@@ -117,7 +123,7 @@ class LeftOut:
         self._credit_s -= self.price_s
 
     def charge(self, seconds: float) -> None:
-        """Take from the budget what a step of a trial took longer than a usual one."""
+        """Take from the budget what steps of a trial took longer than usual ones."""
         self._credit_s -= max(0.0, seconds)
 
     def end(self, rank: int, *, returned: bool) -> None:

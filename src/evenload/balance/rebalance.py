@@ -331,7 +331,7 @@ class Balancer:
         return self._move(Split(shares, self.num_micro, before_s), "trial", rank, None, what, before_s)
 
     def _observe_trial(self, trial: ReturnTrial, observation: Observation, step_s: float) -> Decision | None:
-        if observation.shares != trial.shares or observation.seconds[trial.rank] is None:
+        if observation.shares != trial.shares or (own_s := observation.seconds[trial.rank]) is None:
             trial.num_waiting += 1
             if trial.num_waiting <= _LOST_AFTER:
                 return None
@@ -340,8 +340,8 @@ class Balancer:
             (self.shares, self.num_micro) = trial.before
             return None
         trial.num_seen += 1
-        self.left_out.charge(step_s - trial.usual_s)
-        if trial.num_seen < TRIAL_STEPS:
+        self.left_out.charge(observation.num_steps * (step_s - trial.usual_s))
+        if not trial.is_over(own_s):
             return None
         self._trial = None
         costs = self._refit()

@@ -81,6 +81,7 @@ def test_sums_in_flight_are_exact(num_ranks: int) -> None:
 def _set_aside() -> list[float]:
     """Rank 2 computes nothing; a sum that one rank gave up comes before the next one on its channel."""
     groups, rank = _groups()
+    assert groups.own_groups  # which each step asks for; ranks that return find the same groups
     groups.set_computing((0, 1))
     found = []
     if rank < 2:

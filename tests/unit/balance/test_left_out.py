@@ -99,6 +99,23 @@ def test_trials_cost_at_most_two_percent_of_any_long_time(slower: float, price_s
     assert all(later - earlier > 128 for earlier, later in pairwise(trials))
 
 
+def test_a_trial_far_dearer_than_expected_ends_at_its_second_step() -> None:
+    # Equal shares showed 0.6 s for 32 samples; that one sample takes 0.37 s, nobody could know.
+    job = _Job(_balancer(), [Cost(0.0, 0.00017), Cost(0.37, 0.007)])
+    job.run(2_400)
+    (began,) = [step for step, decision in job.decisions if decision.kind == "trial" and decision.shares[1]]
+    assert sum(shares[1] > 0 for shares in job.shares[began:]) <= 5  # of 9
+    assert job.shares[-1] == (64, 0)
+
+
+def test_each_of_the_short_steps_of_a_trial_is_paid() -> None:
+    job = _Job(_balancer(), [Cost(0.0002, 0.00002), Cost(0.02, 0.002)])
+    job.run(20_000)
+    alone_s = job.costs[0].predict_s(64, 1)
+    for begin in (100, 10_000):
+        assert sum(job.seconds[begin:]) / (alone_s * len(job.seconds[begin:])) <= 1.02
+
+
 def test_many_ranks_that_are_out_share_one_budget() -> None:
     costs = [Cost(0.002, 0.001)] + [Cost(0.2, 0.1)] * 15
     job = _Job(_balancer(16, price_s=0.2), costs, 0.2)

@@ -5,9 +5,11 @@ All parts read it live through `Groups.generation`; nobody keeps a copy, so rank
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,6 +53,11 @@ class ComputingGroups:
         parts = [part.groups for part in (self.hierarchy, self.wire) if part is not None]
         found = (self.gradients, self.statistics, *chain.from_iterable(parts))
         return [group for group in found if isinstance(group, dist.ProcessGroup)]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields by name; `vars` holds `groups` too, once it was asked for."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def close(self) -> None:
         """End the thread of `hierarchy` and leave shared memory; process groups end elsewhere."""

@@ -174,7 +174,7 @@ class Groups:
             return
         if computing not in self._groups_of:
             self._groups_of[computing] = self._make_groups(now, computing)
-        self.generation = replace(now, number=now.number + 1, computing=computing, **vars(self._groups_of[computing]))
+        self.generation = replace(now, number=now.number + 1, computing=computing, **self._groups_of[computing].fields)
 
     def abort_statistics(self) -> None:
         """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
@@ -359,7 +359,7 @@ class Groups:
                 made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
-        return replace(now, rows=rows, hosts=self._hosts.hosts, **vars(made))
+        return replace(now, rows=rows, hosts=self._hosts.hosts, **made.fields)
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:
