@@ -40,6 +40,10 @@ def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
     assert shown() == (False, False), "its processes can't be seen from here"
     lock.write_text(f"process 1 on {socket.gethostname()}")
     assert shown() == (True, True)
+    damaged = tmp_path / "checkpoints" / "step-00000005"
+    damaged.mkdir()
+    (damaged / "info.json").write_text("{")
+    assert shown() == (True, True), "a resume takes the newest that is not damaged"
     command = [sys.executable, "-c", _HOLD, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline()

@@ -136,6 +136,11 @@ def test_a_second_report_replaces_a_longer_one_and_a_huge_one_is_cut(tmp_path):
 
 def test_memory_that_runs_out_outside_the_backward_has_a_hint():
     def evaluate():
+        model = torch.nn.ReLU()
+        model.register_forward_pre_hook(lambda *_: torch.empty(1 << 52))
+        model(torch.ones(1))
+
+    def other():
         return torch.empty(1 << 52)
 
     def step():
@@ -146,4 +151,5 @@ def test_memory_that_runs_out_outside_the_backward_has_a_hint():
         optimizer.step()
 
     assert "batch_size of the loader that run.batches receives" in describe_error(_caught(evaluate), 0, 3).message
+    assert "hint" not in describe_error(_caught(other), 0, 3).message  # a dataset, or a model that is built or moved
     assert "Use fused=True" in describe_error(_caught(step), 0, 3).message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -23,7 +24,9 @@ from evenload.records.checkpoints import list_checkpoints, read_best
 from evenload.records.reader import read_events
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
+from evenload.training.checkpoint import retention as retention_module
 from evenload.training.checkpoint.host_copy import HostBuffers
+from evenload.training.checkpoint.retention import Retention
 from tests.small_disk import small_disk
 
 _LIMIT_S = 20.0
@@ -273,6 +276,109 @@ def test_a_file_with_the_name_of_a_checkpoint_is_passed_over(
     again.run.close()
     kinds = [event.kind for event in read_events(tmp_path / "run")]
     assert "damaged_checkpoint" in kinds
+
+
+def _kinds_of_tensors() -> dict[str, torch.Tensor]:
+    parts = [torch.ones(2), torch.zeros(3)]
+    return {
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor(parts),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8),
+        "view": torch.arange(6.0)[1::2],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_plain_memory_are_saved_too(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint refuses sparse and nested ones, and writes a quantized one that nothing reads."""
+    saved = _kinds_of_tensors()
+    files.write(tmp_path, 1, {"model": saved})
+    found = files.read(tmp_path / "checkpoints" / "step-00000001")["model"]
+    for name in ("sparse", "rows"):
+        assert found[name].layout is saved[name].layout and torch.equal(found[name].to_dense(), saved[name].to_dense())
+    assert [part.tolist() for part in found["nested"].unbind()] == [[1, 1], [0, 0, 0]]
+    assert torch.equal(found["quantized"].int_repr(), saved["quantized"].int_repr())
+    assert torch.equal(found["view"], saved["view"])
+
+
+def test_a_tensor_without_values_is_refused_at_once(job: Callable[..., Job]) -> None:
+    now = job().resume()
+    for _ in now.steps():
+        now.model.register_buffer("empty", torch.empty(3, device="meta"))
+        with pytest.raises(CheckpointError, match=r"can't be saved.*model/empty is on the device meta"):
+            now.run.checkpoint(every=1)
+        del now.model.empty
+        break
+
+
+def test_a_fault_in_the_thread_is_raised_by_the_next_call(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no full disk, which may pass: a run would train on to its end without a checkpoint."""
+    now, write_tensors = job().resume(), files._write_tensors
+
+    def faulty(*_: Any) -> None:
+        monkeypatch.setattr(files, "_write_tensors", write_tensors)
+        raise AttributeError("no such name")
+
+    monkeypatch.setattr(files, "_write_tensors", faulty)
+    for step in now.steps():
+        if step == 4:
+            with pytest.raises(CheckpointError, match="step 2 failed: AttributeError: no such name"):
+                now.run.checkpoint(every=2)
+        else:
+            assert now.run.checkpoint(every=2) == (step % 2 == 0)
+    now.run.close()
+    assert capsys.readouterr().out.count("and the next one raises this error") == 1
+    assert _steps(tmp_path) == [6, 8]
+
+
+@pytest.mark.parametrize("value", [0.4, 0.6])
+def test_a_disk_with_room_for_a_checkpoint_and_not_for_its_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """The old ones go, which makes room; one that can't be noted is complete nonetheless."""
+    retention = Retention(tmp_path)
+    retention.set_options(1, ("loss", "min"))
+    write = retention_module.write_info
+    is_full = True
+
+    def written(folder: Path, info: Any) -> None:
+        if is_full and len(list((tmp_path / "checkpoints").glob("step-*"))) > 2 - (value < 0.5):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, info)
+
+    for step, logged in ((1, 0.5), (2, 0.7), (3, value)):
+        if step == 3:
+            monkeypatch.setattr(retention_module, "write_info", written)
+        files.write(tmp_path, step, _big(step))
+        retention.log({"loss": logged}, step)
+        retention.begin(step)
+        retention.settle(step)
+        retention.end(complete=True)
+    assert not retention.take_trouble()
+    best = read_best(tmp_path)
+    assert best is not None and (best.step, best.value) == ((3, 0.4) if value < 0.5 else (1, 0.5))
+    assert [info.step for info in list_checkpoints(tmp_path)] == ([3] if value < 0.5 else [1, 3])
+
+
+def test_a_metric_that_can_not_be_noted_ends_no_run(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    now = job().resume()
+    monkeypatch.setattr(retention_module, "write_info", full)
+    for step in now.steps():
+        now.run.checkpoint(every=2, keep=1, best=("loss", "min"))
+        if step % 2 == 0:
+            now.run._saver.collect(waits=True)
+            now.run.log({"loss": 1 / step})
+    now.run.close()
+    assert capsys.readouterr().out.count("is complete; noting its metric or removing old ones failed") == 1
+    assert _steps(tmp_path) == [8] and not _events(tmp_path, "checkpoint_failed")
 
 
 def _big(seed: int) -> dict[str, Any]:

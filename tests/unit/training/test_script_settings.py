@@ -28,6 +28,7 @@ import evenload
 from evenload.errors import CheckpointError, DataError
 from evenload.records.reader import read_events
 from evenload.training import run as run_module
+from evenload.training.session.script_settings import ScriptSettings
 
 Make = Callable[[Optimizer], LRScheduler | None]
 
@@ -197,6 +198,13 @@ def test_another_dtype_is_named(job: Callable[..., Job], capsys: pytest.CaptureF
     ]
     job(_sgd(0.1, momentum=0.9)).train(1)
     assert "the script is not the one" not in capsys.readouterr().out
+
+
+def test_a_model_that_the_checkpoint_lacks_has_no_row() -> None:
+    settings = ScriptSettings({"model": nn.Linear(2, 1), "head": nn.Linear(2, 1)}, [], 0)
+    rows = settings.compare({}, {"model": nn.Linear(2, 1, dtype=torch.float64).state_dict()})
+    assert [row.name for row in rows] == ["model.dtype"]
+    assert settings.compare({}, {"model": "no state", "head": None}) == []
 
 
 def test_a_refused_change_is_not_called_taken(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:

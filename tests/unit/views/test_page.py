@@ -39,6 +39,7 @@ from tests.unit.views.make_run import FAULTS, write_run
         ("checkpoint", {}, "save"),
         ("not_saved", {}, "fallback"),
         ("checkpoint_failed", {}, "fallback"),
+        ("checkpoint_untidy", {}, "fallback"),
         ("balance", {"expected_s": 0.3, "before_s": 0.4}, None),
         ("never_seen", {}, None),
         ("never_seen", {"seconds": 2}, "cost"),

@@ -59,10 +59,10 @@ def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: st
     check_suffix(path)
     with _replacing(path) as partial:
         if path.suffix == ".safetensors":
-            others = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]
+            others = [key for key, value in weights.items() if getattr(value, "layout", None) is not torch.strided]
             if others:
                 raise ConfigError(
-                    f"{chosen} holds {', '.join(map(str, others))}, which is no tensor: safetensors stores tensors alone; "
+                    f"{chosen} holds {', '.join(map(str, others))}, which is no dense tensor: safetensors stores these alone; "
                     "export to .pt instead"
                 )
             tensors = {key: value.contiguous() for key, value in weights.items()}

@@ -2,7 +2,7 @@
 
 A checkpoint is the folder ``checkpoints/step-00000400`` in the run folder. It is written under another name, forced to the disk
 and renamed when complete, so a reader never sees half of one. Tensors go through torch.distributed.checkpoint; everything else
-(the structure of the state, numbers, text) is one small file beside them, read with `torch.load(weights_only=True)`.
+(structure, numbers, text, sparse, nested and quantized tensors) is one small file, read with `torch.load(weights_only=True)`.
 `info.json` has the checksums of both (records/integrity.py).
 """
 
@@ -64,9 +64,11 @@ class PackedState:
 def pack(step: int, state: Mapping[str, Any]) -> PackedState:
     """Pack the state of step `step`; the tensors are the live ones. CheckpointError if it holds values that can't be saved."""
     tensors: dict[str, torch.Tensor] = {}
-    skeleton = {"schema": integrity.SCHEMA, "step": step, "state": _split(state, tensors)}
+    skeleton = {"schema": integrity.SCHEMA, "step": step, "state": _split(state, tensors, _has_storage)}
     file = io.BytesIO()
     try:
+        if without := next((path for path, tensor in tensors.items() if tensor.is_meta), None):
+            raise ValueError(f"{without[1:]} is on the device meta, where it has no values")
         torch.save(skeleton, file)
         file.seek(0)
         _load(file)  # an unloadable state is an error now and not at the resume
@@ -92,9 +94,9 @@ def open_folder(folder: Path) -> None:
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raise UnwritableError if a checkpoint of this size can't be written into a run folder, before any of it is."""
     target = folder / CHECKPOINT_FOLDER
-    free_bytes = shutil.disk_usage(target).free
-    if free_bytes < num_bytes:
-        full = OSError(errno.ENOSPC, f"no space left: it needs {_size(num_bytes)}, and {_size(free_bytes)} are free")
+    if (free_bytes := shutil.disk_usage(target).free) < num_bytes:
+        needs, free = (f"{size / 2**20:,.1f} MiB" for size in (num_bytes, free_bytes))
+        full = OSError(errno.ENOSPC, f"no space left: it needs {needs}, and {free} are free")
         raise _unwritable(target, full)
 
 
@@ -320,7 +322,11 @@ def _aligned(num_bytes: int) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+    return type(tensor) in (torch.Tensor, nn.Parameter) and _has_storage(tensor)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _damaged(checkpoint: Path, damage: str) -> str:
@@ -346,10 +352,6 @@ def _unwritable(target: Path, error: BaseException) -> UnwritableError:
     return UnwritableError(
         f"the checkpoint {target} can't be written: {text}; those before it are as they were{advice}"
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -388,7 +390,7 @@ def _load(source: Path | io.BytesIO) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _split(state: Any, tensors: dict[str, torch.Tensor], moves: Callable[[torch.Tensor], bool] = lambda _: True) -> Any:
+def _split(state: Any, tensors: dict[str, torch.Tensor], moves: Callable[[torch.Tensor], bool]) -> Any:
     """Move the tensors of a state to `tensors`, by path, and return the state with a mark in each one's place.
 
     Those for which `moves` is False stay.

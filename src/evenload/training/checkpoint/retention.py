@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import threading
@@ -27,6 +28,9 @@ class Retention:
         self._writing_step: int | None = None
         self._unnoted: float | None = None
         """The metric of the checkpoint that is being written, or was."""
+        self._trouble = ""
+        """Why the newest note or removal failed; a later one tries again."""
+        self._is_told = False
         self._lock = threading.Lock()
         """For the files: a thread writes them too."""
 
@@ -65,16 +69,19 @@ class Retention:
         with self._lock:
             if not checkpoints.step_folder(self._run, step).is_dir():
                 return self._beats(value)
-            self._note(step, value)
+            self._note_and_prune(step, value)
         return False
 
     def settle(self, step: int) -> None:
         """Note the metric of the checkpoint of `step`, which is complete, and remove those that are not kept."""
         with self._lock:
             value, self._unnoted = self._unnoted, None
-            if value is not None:
-                self._note(step, value)
-            self._prune()
+            self._note_and_prune(step, value)
+
+    def take_trouble(self) -> str:
+        """Return why a metric was not noted or old checkpoints were not removed, once until that succeeds; else empty text."""
+        text, self._is_told = "" if self._is_told else self._trouble, bool(self._trouble)
+        return text
 
     def end(self, *, complete: bool) -> None:
         """Note how the write ended: complete and settled, or with nothing on the disk."""
@@ -84,12 +91,27 @@ class Retention:
         elif step is not None and self._unnoted is not None:
             self.settle(step)
 
-    def _note(self, step: int, value: float) -> None:
-        if self.best is None:
+    def _note_and_prune(self, step: int, value: float | None) -> None:
+        is_best = value is not None and self._beats(value)
+        try:
+            try:
+                self._note(step, value, is_best=is_best)
+            except OSError as error:
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                self._prune(step if is_best and is_full else None)  # makes room for the note
+                self._note(step, value, is_best=is_best)
+            self._prune()
+            if value is not None or self.best is None:
+                self._trouble, self._is_told = "", False
+        except OSError as error:
+            self._trouble = f"checkpoint {step} is complete; noting its metric or removing old ones failed: {error}"
+
+    def _note(self, step: int, value: float | None, *, is_best: bool) -> None:
+        if self.best is None or value is None:
             return
         folder = checkpoints.step_folder(self._run, step)
         write_info(folder, {**read_info(folder), "metric": self.best[0], "value": value})
-        if self._beats(value):
+        if is_best:
             checkpoints.write_best(self._run, BestCheckpoint(step, *self.best, value))
 
     def _value(self, step: int) -> float | None:
@@ -102,14 +124,15 @@ class Retention:
         before = checkpoints.read_best(self._run)
         return before is None or (before.metric, before.mode) != self.best or before.is_beaten_by(value)
 
-    def _prune(self) -> None:
+    def _prune(self, best_step: int | None = None) -> None:
         if not 0 < self._keep < math.inf:
             return
-        best = checkpoints.read_best(self._run)
+        if best_step is None and (best := checkpoints.read_best(self._run)) is not None:
+            best_step = best.step
         # Those without the file are an earlier version's, which kept all.
         found = [folder for folder in checkpoints.checkpoint_folders(self._run) if any(folder.glob(INFO_FILE))]
         for folder in found[: -int(self._keep)]:
-            if best is not None and checkpoints.step_of(folder) == best.step:
+            if checkpoints.step_of(folder) == best_step:
                 continue
             aside = folder.with_name(f".{folder.name}.removed")  # a reader sees all of it or nothing
             shutil.rmtree(aside, ignore_errors=True)

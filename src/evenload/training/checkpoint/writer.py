@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.errors import CheckpointError, UnwritableError
+from evenload.errors import CheckpointError
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.files import PackedState
 from evenload.training.checkpoint.host_copy import HostBuffers
@@ -101,8 +101,7 @@ class CheckpointWriter:
         except CheckpointError as raised:
             error = raised
         except Exception as raised:  # an error of a thread that nobody waits for would be lost
-            error = UnwritableError(
-                f"the checkpoint of step {step} can't be written: {type(raised).__name__}: {raised}"
-            )
+            error = CheckpointError(f"the checkpoint of step {step} failed: {type(raised).__name__}: {raised}")
+            error.__cause__ = raised
         ended_s = time.monotonic()
         self._written = WrittenCheckpoint(step, (copied_s or ended_s) - began_s, ended_s - began_s, num_bytes, error)

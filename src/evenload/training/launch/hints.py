@@ -131,7 +131,7 @@ _IMPORT = re.compile(r"cannot import name '(\w+)' from 'evenload'|No module name
 _ATTRIBUTE_CALL = re.compile(r"\brun\.(is_main|rank|world_size|device)\(")
 _SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no setter")
 _NO_MEMORY = re.compile(r"\bout of memory\b|can't allocate memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE)
-_OPTIM = str(Path("torch", "optim"))
+_OPTIM, _FUNCTIONAL = str(Path("torch", "optim")), str(Path("torch", "nn", "functional.py"))
 _MEMORY_OUTSIDE = (
     "outside step.backward Evenload can't repeat the work in smaller parts: evaluate under torch.no_grad(), with a smaller "
     "batch_size of the loader that run.batches receives; keep no outputs on the device (.cpu()); -d leaves a small device out"
@@ -162,8 +162,12 @@ def hint_for(error: BaseException) -> str:
     if isinstance(error, EvenloadError):
         return ""
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-        in_optimizer = any(_OPTIM in frame.filename for frame in traceback.extract_tb(error.__traceback__))
-        return _MEMORY_OF_OPTIMIZER if in_optimizer else _MEMORY_OUTSIDE
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(_OPTIM in frame.filename for frame in frames):
+            return _MEMORY_OF_OPTIMIZER
+        # Not of a dataset, nor of a model that is built or moved.
+        in_model = any(frame.name == "_call_impl" or frame.filename.endswith(_FUNCTIONAL) for frame in frames)
+        return _MEMORY_OUTSIDE if in_model else ""
     if isinstance(error, AttributeError) and error.name == "backward" and isinstance(error.obj, _NOT_STEPS):
         return _UNPREPARED
     text = str(error)

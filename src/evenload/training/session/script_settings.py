@@ -79,8 +79,9 @@ class ScriptSettings:
         """Return by name, such as ``model.dtype``, the dtypes of the numbers in the states of the models."""
         found = {}
         for name in self._models:
-            tensors = state.get(name, {}).values()
-            dtypes = [part.dtype for part in tensors if isinstance(part, torch.Tensor)]
+            if not isinstance(saved := state.get(name), Mapping):
+                continue  # the registry says what is wrong with it
+            dtypes = [part.dtype for part in saved.values() if isinstance(part, torch.Tensor)]
             kinds = {str(dtype)[6:] for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
             found[f"{name}.{_DTYPE}"] = ", ".join(sorted(kinds))
         return found

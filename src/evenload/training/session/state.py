@@ -227,9 +227,12 @@ class Saver:
             self._record(written)
         elif written is not None and written.error is not None:
             self._report_failed(written.step, written.error)
+        if text := self._retention.take_trouble():
+            self._context.recorder.event("checkpoint_untidy", text)
 
     def _report_failed(self, step: int, error: CheckpointError) -> bool:
-        text = f"CHECKPOINT FAILED: {error}; training goes on, and the next one is tried when it is due"
+        then = "is tried when it is due" if isinstance(error, UnwritableError) else "raises this error"
+        text = f"CHECKPOINT FAILED: {error}; training goes on, and the next one {then}"
         text, self._failed = "" if self._failed else text, error  # one line for a disk that stays full
         self._context.recorder.event("checkpoint_failed", text, step=step, error=str(error))
         self._retention.end(complete=False)  # a best one is tried again
@@ -272,8 +275,7 @@ class Saver:
                     raise
                 self._report_not_saved(f": {error}")  # the script received this error, and caught it
             if self._retention.misses_metric and (best := self._retention.best) is not None:
-                text = f"no best checkpoint was kept: run.log never received {best[0]!r}"
-                self._context.recorder.event("best", text)
+                self._context.recorder.event("best", f"no best checkpoint was kept: run.log never received {best[0]!r}")
             return
         why = "an optimizer had not finished its step" if self.in_optimizer else loop.unsound
         if why := why or ("the islands had not synchronised" if self._is_split else ""):
@@ -366,8 +368,7 @@ class Saver:
         self._last_s, self._last_step = context.engine.elapsed_s, step
         if context.loop.step is not None and context.loop.step.stats.calls:
             context.loop.step.commit()
-        failure: CheckpointError | None = None
-        outcome = _STORED
+        failure, outcome = None, _STORED
         if context.wire is not None:
             context.control.leave_loops()
             context.wire.keep(context.control.guarded(context.wire.gather))
@@ -376,6 +377,10 @@ class Saver:
         with context.clock.segment("other"):
             if context.groups.rank == 0:
                 try:
+                    self.collect(waits=True)
+                    if not (waits or self._failed is None or isinstance(self._failed, UnwritableError)):
+                        fault, self._failed = self._failed, None  # no error of the disk, which may pass
+                        raise fault
                     outcome = _STORED if self._store(step, "", waits=waits, is_due=is_due) else _NOT_STORED
                 except CheckpointError as error:
                     failure, outcome = error, _RAISES
@@ -410,11 +415,6 @@ class Saver:
 
     def _record(self, written: WrittenCheckpoint) -> None:
         self._written_step, self._failed, self.took_s = written.step, None, written.seconds
-        self._context.recorder.event(
-            "checkpoint",
-            f"checkpoint at step {written.step}" + (f" ({self._reason})" if self._reason else ""),
-            step=written.step,
-            seconds=written.held_s,
-            write_s=written.seconds,
-            size_bytes=written.num_bytes,
-        )
+        text = f"checkpoint at step {written.step}" + (f" ({self._reason})" if self._reason else "")
+        sizes = {"seconds": written.held_s, "write_s": written.seconds, "size_bytes": written.num_bytes}
+        self._context.recorder.event("checkpoint", text, step=written.step, **sizes)

@@ -28,7 +28,7 @@ GROUPS = {
 QUIET = frozenset({"save", "join", "pause"})
 """Groups that are no loss by themselves."""
 _STEMS = {
-    "fallback": ("fallback", "torn", "corrupt", "damaged", "not_saved", "save_failed", "checkpoint_failed", "unsaved"),
+    "fallback": ("fallback", "torn", "untidy", "damaged", "not_saved", "save_failed", "checkpoint_failed", "unsaved"),
     "stall": ("stall", "deadline", "hung", "unresponsive"),
     "memory": ("memory", "oom"),
     "death": ("lost", "dead", "death", "died", "dies", "kill", "crash", "failed", "cut", "unreachable"),

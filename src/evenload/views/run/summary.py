@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.records.checkpoints import CheckpointInfo, checkpoint_folders, list_checkpoints, step_of
+from evenload.records.checkpoints import CheckpointInfo, list_checkpoints
 from evenload.records.console import RunInfo
 from evenload.records.folder_lock import holder_is_gone
 from evenload.records.lines import spell_floats
@@ -126,8 +126,13 @@ def describe_lost_end(folder: Path) -> str:
     """Return how to go on with an open run whose processes are gone; empty if they aren't, or that is unknown."""
     if not holder_is_gone(folder):
         return ""
-    newest = next(reversed(checkpoint_folders(folder)), None)
-    where = "it has no checkpoint, and begins anew" if newest is None else f"it resumes at step {step_of(newest)}"
+    found = list_checkpoints(folder)
+    where = (
+        "all its checkpoints are damaged, so only --fresh begins anew"
+        if found
+        else "it has no checkpoint, and begins anew"
+    )
+    where = next((f"it resumes at step {info.step}" for info in found if info.is_last), where)
     return f"its processes are gone (killed, or their machine went down): start the same command again; {where}"
 
 
