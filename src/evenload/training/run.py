@@ -88,7 +88,8 @@ def init(
         raise ConfigError(
             "evenload.init was called twice; keep the run it returned, or close it with run.close() first"
         )
-    _open = Run(open_context(script))
+    with contextlib.ExitStack() as late:
+        _open = Run(open_context(script, late))
     return _open
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from torch import nn
 
 from evenload.errors import CheckpointError, DesyncError, PeerLostError
 from evenload.testing import run_ranks
+from evenload.training.checkpoint.broadcast import broadcast_state
 from evenload.training.checkpoint.registry import Registry
+from evenload.training.comm.broadcast import broadcast
 from evenload.training.comm.control import CAPACITY, Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.launch.environment import detect
+from evenload.training.parallel.model_split.buckets import BucketSegments
 
 
 def _groups() -> tuple[Groups, int]:
@@ -50,6 +56,38 @@ def test_abort_wakes_a_rank_that_waits_for_a_peer() -> None:
     (message, waited_s), _ = run_ranks(_abort, 2)
     assert "aborted" in message
     assert waited_s < 1.2
+
+
+CALLS: dict[str, Callable[[Groups], object]] = {
+    "broadcast": lambda groups: broadcast([torch.ones(3)], groups),
+    "checkpoint": lambda groups: broadcast_state({"a": 1}, groups),
+    "link": lambda groups: LinkMeter(groups, always=True).measure(torch.device("cpu")),
+    "buckets": lambda groups: BucketSegments([nn.Linear(2, 2)], groups),
+}
+
+
+def _abort_in(names: list[str]) -> dict[str, float]:
+    """Return after how many seconds a rank leaves each call, of which its only peer learns nothing."""
+    spec = detect()
+    took_s: dict[str, float] = {}
+    membership = Membership(0, spec.workers, spec.store)
+    groups = Groups(membership, spec.rank, backend="gloo", timeout_s=8.0, is_watched=False)
+    for number, name in enumerate(names, 1):
+        if spec.rank == 0:
+            timer = threading.Timer(0.3, groups.abort, ("a rank is lost",))
+            timer.start()
+            began_s = time.monotonic()
+            with pytest.raises(PeerLostError, match="a rank is lost"):
+                CALLS[name](groups)
+            took_s[name] = time.monotonic() - began_s
+            timer.join()
+        groups.rebuild(replace(membership, number=number), spec.rank)
+    return took_s
+
+
+def test_abort_wakes_a_rank_in_every_other_wait_for_a_peer() -> None:
+    took_s = run_ranks(_abort_in, 2, list(CALLS))[0]
+    assert sorted(took_s) == sorted(CALLS) and max(took_s.values()) < 3, took_s
 
 
 def _late_transfer() -> list[float]:

@@ -14,7 +14,7 @@ from evenload.training.checkpoint import files
 from evenload.training.comm.groups import Groups
 
 _CHUNK_BYTES = 256 << 20
-"""Each chunk has the groups' whole time limit."""
+"""Outside of `evenload run` each chunk has the whole `timeout_s`."""
 
 
 UNUSABLE = -2.0
@@ -60,11 +60,12 @@ def broadcast_state(state: dict[str, Any] | None, groups: Groups) -> dict[str, A
     payload = files.to_bytes(state) if state is not None else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
     try:
-        dist.broadcast(size, group_src=0, group=groups.control)
+        groups.wait(dist.broadcast(size, group_src=0, group=groups.control, async_op=True))
         if state is None:
             payload = torch.empty(int(size), dtype=torch.uint8)
         for start in range(0, payload.numel(), _CHUNK_BYTES):
-            dist.broadcast(payload[start : start + _CHUNK_BYTES], group_src=0, group=groups.control)
+            part = payload[start : start + _CHUNK_BYTES]
+            groups.wait(dist.broadcast(part, group_src=0, group=groups.control, async_op=True))
     except RuntimeError as error:
         raise PeerLostError(f"rank 0's checkpoint did not reach all ranks: {error}") from error
     return state if state is not None else dict(files.from_bytes(payload))

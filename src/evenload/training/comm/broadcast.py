@@ -28,7 +28,7 @@ def broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
                 dense = tensor.detach().contiguous()
                 # Dtypes that gloo or NCCL don't support are sent as bytes.
                 wire = dense if dense.dtype in _NATIVE_DTYPES else dense.reshape(-1).view(torch.uint8)
-                dist.broadcast(wire, group_src=0, group=groups.gradients)
+                groups.wait(dist.broadcast(wire, group_src=0, group=groups.gradients, async_op=True), wire.device)
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
     except RuntimeError as error:

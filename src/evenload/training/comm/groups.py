@@ -44,8 +44,7 @@ _ended: list[Store | dist.ProcessGroup | None] = []
 class Groups:
     """The process groups of the current generation; nothing else in Evenload makes or ends one."""
 
-    _may_come_late = True
-    """In a process group of the script's, some may not have called evenload.init yet."""
+    _may_come_late = True  # in a process group of the script's, some may not have called evenload.init yet
 
     def __init__(
         self,
@@ -81,8 +80,7 @@ class Groups:
         self._collectives = PendingCollectives()
         self.begin, self.begin_transfer = self._collectives.begin, self._collectives.begin_transfer
         self._all: dist.ProcessGroup | None = None
-        self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}
-        """By the ranks that compute."""
+        self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}  # by the ranks that compute
         self._row_groups: list[dist.ProcessGroup] = []
         self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
@@ -119,8 +117,7 @@ class Groups:
     @property
     def own_groups(self) -> list[dist.ProcessGroup]:
         """The groups that carry Evenload's own collectives."""
-        parts = (group for made in self._groups_of.values() for group in made.groups)
-        every = (self.generation.control, *self._row_groups, *parts)
+        every = [self.generation.control, *self._row_groups, *(g for m in self._groups_of.values() for g in m.groups)]
         return list({id(group): group for group in every if group is not None}.values())
 
     @contextlib.contextmanager
@@ -250,9 +247,9 @@ class Groups:
         gather = self._gather_rows or self._gather_in(now.control)
         return np.asarray(gather(torch.tensor(row, dtype=torch.float64)).numpy())
 
-    def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective on the CPU that began in one of the groups; an abort ends the wait with PeerLostError."""
-        self._collectives.begin(work, blocking=True).wait()
+    def wait(self, work: dist.Work | None, device: torch.device | None = None) -> None:
+        """Wait for a collective in a group; an abort ends the wait with PeerLostError. `device`: its tensor's, if not the CPU."""
+        self._collectives.begin(work, blocking=device is None or device.type == "cpu").wait()
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:
         """Sum a vector of statistics over all ranks, in place."""
@@ -302,6 +299,7 @@ class Groups:
         """End the groups that this object made; the user's process group stays."""
         self.closed = True
         self._collectives.fail("the process groups were closed")
+        self._next.close()
         self._end_groups()
 
     def _end_groups(self) -> None:
@@ -375,10 +373,13 @@ class Groups:
 
     def _gather_among(self, ranks: Sequence[int]) -> Gather:
         """Make the all-gather of rows over some ranks, such as the first of each host. All ranks call it."""
+        gather: Gather = torch.Tensor.clone
         if len(ranks) >= LEAST_MEMBERS:
-            return GridGather(ranks, self._new_row_group, self._begin_gather)
-        group = self._new_row_group(ranks)
-        return torch.Tensor.clone if group is None else self._gather_in(group)
+            gather = GridGather(ranks, self._new_row_group, self._begin_gather)
+        elif (group := self._new_row_group(ranks)) is not None:
+            gather = self._gather_in(group)
+        gather(torch.zeros(1))  # the first one connects: here a time limit ends it
+        return gather
 
     def _new_row_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         if (group := self._make_group(ranks, "gloo")) is not None:

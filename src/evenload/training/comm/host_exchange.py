@@ -201,11 +201,13 @@ def _share(
     members = [found.members[member] for member in local]
     takes_part = rank in ranks
     fd = _create(members, layouts) if takes_part and rank == local[0] else -1
-    fds = gather(torch.tensor([fd]))[:, 0].tolist()
-    segment = _attach(fds[local[0]], members, rank, layouts) if takes_part else None
-    attached = gather(torch.tensor([int(not takes_part or segment is not None)]))
-    if fd >= 0:
-        os.close(fd)
+    try:
+        fds = gather(torch.tensor([fd]))[:, 0].tolist()
+        segment = _attach(fds[local[0]], members, rank, layouts) if takes_part else None
+        attached = gather(torch.tensor([int(not takes_part or segment is not None)]))
+    finally:
+        if fd >= 0:
+            os.close(fd)
     agreed = bool(attached.all())
     return agreed, segment if agreed else None
 

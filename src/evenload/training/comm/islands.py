@@ -138,6 +138,6 @@ class IslandLink:
         if group is None or self.num_islands == 1:
             return
         try:
-            dist.broadcast(tensor, group_src=0, group=group)
+            self._island.wait(dist.broadcast(tensor, group_src=0, group=group, async_op=True), tensor.device)
         except RuntimeError as error:
             raise collective_error(error, "the islands' sum did not arrive") from error

@@ -56,54 +56,55 @@ class LinkMeter:
         found = torch.tensor(
             astuple(self.link) if self.link is not None else _UNKNOWN, dtype=torch.float64, device=place
         )
-        dist.broadcast(found, group_src=0, group=now.gradients)
+        self._broadcast(found, now.gradients)
         if tuple(found.tolist()) == _UNKNOWN:
             if now.wire is None:
-                found = _measure(now.gradients, place)
+                found = self._measure(now.gradients, place)
             elif now.wire.leads:
-                found = _measure(now.wire.stages[0], place)
-            dist.broadcast(found, group_src=0, group=now.gradients)
+                found = self._measure(now.wire.stages[0], place)
+            self._broadcast(found, now.gradients)
         self.link = Link(*found.tolist())
         return self.link
 
+    def _measure(self, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+        """Return the fields of a `Link`."""
+        num_ranks = group.size()
 
-def _measure(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return the fields of a `Link`."""
-    num_ranks = group.size()
+        def timed(send: Callable[[torch.Tensor], object], num_bytes: int) -> float:
+            tensor = torch.ones(num_bytes // 4, device=device)
+            self._agree(0.0, group, device)
+            began_s = time.perf_counter()
+            send(tensor)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return self._agree(time.perf_counter() - began_s, group, device)
 
-    def timed(send: Callable[[torch.Tensor], object], num_bytes: int) -> float:
-        tensor = torch.ones(num_bytes // 4, device=device)
-        _agree(0.0, group, device)
-        began_s = time.perf_counter()
-        send(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return _agree(time.perf_counter() - began_s, group, device)
+        def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float) -> float:
+            num_bytes, seconds = _FIRST_BYTES, timed(send, _FIRST_BYTES)
+            target_s = max(_TARGET_S, _TARGET_LATENCIES * latency_s)
+            for _ in range(_MAX_ROUNDS):
+                if num_bytes == _LARGEST_BYTES or (seconds >= target_s and num_bytes > _FIRST_BYTES):
+                    break
+                # A latency is a part of the time, so more bytes take less than in proportion.
+                factor = min(8.0, max(2.0, target_s / seconds))
+                num_bytes = int(min(_LARGEST_BYTES, num_bytes * factor)) // 4 * 4
+                seconds = timed(send, num_bytes)
+            return sent_part * num_bytes / max(seconds - waits_s, 0.1 * seconds)
 
-    def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float) -> float:
-        num_bytes, seconds = _FIRST_BYTES, timed(send, _FIRST_BYTES)
-        target_s = max(_TARGET_S, _TARGET_LATENCIES * latency_s)
-        for _ in range(_MAX_ROUNDS):
-            if num_bytes == _LARGEST_BYTES or (seconds >= target_s and num_bytes > _FIRST_BYTES):
-                break
-            # A latency is a part of the time, so more bytes take less than in proportion.
-            factor = min(8.0, max(2.0, target_s / seconds))
-            num_bytes = int(min(_LARGEST_BYTES, num_bytes * factor)) // 4 * 4
-            seconds = timed(send, num_bytes)
-        return sent_part * num_bytes / max(seconds - waits_s, 0.1 * seconds)
+        def sum_up(tensor: torch.Tensor) -> None:
+            self._groups.wait(dist.all_reduce(tensor, group=group, async_op=True), device)
 
-    def sum_up(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=group)
+        latency_s = statistics.median(timed(sum_up, _SMALL_BYTES) for _ in range(_NUM_SMALL))
+        both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
+        up = rate(lambda tensor: self._broadcast(tensor, group), 1.0, latency_s / 2)
+        down = rate(lambda tensor: self._broadcast(tensor, group, num_ranks - 1), 1.0, latency_s / 2)
+        return torch.tensor([latency_s, up, down, both], dtype=torch.float64, device=device)
 
-    latency_s = statistics.median(timed(sum_up, _SMALL_BYTES) for _ in range(_NUM_SMALL))
-    both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
-    up = rate(lambda tensor: dist.broadcast(tensor, group_src=0, group=group), 1.0, latency_s / 2)
-    down = rate(lambda tensor: dist.broadcast(tensor, group_src=num_ranks - 1, group=group), 1.0, latency_s / 2)
-    return torch.tensor([latency_s, up, down, both], dtype=torch.float64, device=device)
+    def _agree(self, seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
+        """Return the longest time of all ranks."""
+        longest = torch.tensor([seconds], device=device)
+        self._groups.wait(dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group, async_op=True), device)
+        return float(longest)
 
-
-def _agree(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the longest time of all ranks."""
-    longest = torch.tensor([seconds], device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    return float(longest)
+    def _broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+        self._groups.wait(dist.broadcast(tensor, group_src=source, group=group, async_op=True), tensor.device)

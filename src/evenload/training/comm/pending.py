@@ -110,7 +110,7 @@ class PendingCollectives:
             else:
                 pending.complete()
 
-        # Its work has no future. The thread of one whose peer never connects stays until gloo's own time limit.
+        # Its work has no future. If its peer never connects, the thread and what it sends stay until gloo's limit.
         threading.Thread(target=wait, name="evenload-transfer", daemon=True).start()
         return pending
 

@@ -6,6 +6,8 @@ Its groups can't be made before those of this generation have ended, so the rows
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,8 +40,9 @@ _PATIENCE_S = 30.0
 
 class NextGeneration:
     def __init__(self) -> None:
-        self._made: tuple[int, Store, Parts] | None = None
-        """Number of the membership, connection to the store and parts of the newest `prepare`."""
+        self._lock = threading.Lock()
+        self._made: dict[int, tuple[Store, Parts]] = {}
+        """By number of the membership what was prepared for it; threads of several may end in any order."""
         self._number, self._parts = -1, Parts()
         self.store: Store | None = None
         """Of the generation that is being built, as the two before, which hold what has not been taken."""
@@ -58,30 +61,40 @@ class NextGeneration:
             return
         try:
             store = connect(membership, rank, limits, check)
-            gather = _gather_in(_keys(store, membership.number), rank, num_ranks, check)
+            keys = _keys(store, membership.number)
+            gather = _gather_in(keys, rank, num_ranks, check)
             try:
                 _make(parts, rank, tuple(range(num_ranks)), gather, *own, limits.wait_s)
             except (RuntimeError, OSError, ValueError, PeerLostError):
                 _close(parts)
-            _keys(store, membership.number).set(f"done/{rank}", str(int(bool(parts))))
+            with self._lock:  # what the others take for done, `begun` finds
+                if membership.number > self._number:
+                    keys.set(f"done/{rank}", str(int(bool(parts))))
+                    self._made[membership.number] = store, parts
+                    parts = Parts()
         except (RuntimeError, PeerLostError):
+            pass
+        finally:
             _close(parts)
-        else:
-            self._made = membership.number, store, parts
 
     @contextmanager
     def begun(self, number: int) -> Iterator[None]:
         """Let `get` return what was prepared for this membership while the body builds its generation."""
-        made, self._made = self._made, None
-        self._number, self.store, self._parts = made or (-1, None, Parts())
-        if self._number != number:
-            self.store = None
-            _close(self._parts)
+        with self._lock:
+            self._number = number
+            self.store, self._parts = self._made.pop(number, (None, Parts()))
+            for older in [made for made in self._made if made < number]:
+                _close(self._made.pop(older)[1])
         try:
             yield
         finally:
             self.store = None
             _close(self._parts)
+
+    def close(self) -> None:
+        """Leave what nobody has begun, now and later."""
+        with self.begun(sys.maxsize):
+            pass
 
     def agree(self, num_ranks: int) -> None:
         """Drop what was prepared if a member has not prepared all of it; the same on all members, which are here now."""

@@ -220,11 +220,6 @@ class GlobalLoader:
     def reading(self) -> ReadSettings:
         return self._reader.reading
 
-    def start_early(self) -> None:
-        """Start the loader's workers before the first loop, where they read samples by key."""
-        if isinstance(self._reader, MapReader):
-            self._reader.start_early()
-
     def observe(self, cost: StepCost) -> None:
         """Record the cost of the last step; with measured workers the next step may start others."""
         if isinstance(self._reader, MapReader):

@@ -226,11 +226,6 @@ class MapReader:
         for source in self._sources:
             source.prefetcher.read_ahead(source.epoch, partial(_tasks, source, wanted))
 
-    def start_early(self) -> None:
-        """Start the workers that the user set, before it is known what they read."""
-        for source in self._sources if self._tuner is None else ():
-            source.prefetcher.start_early()
-
     def observe(self, cost: StepCost) -> None:
         if self._tuner is not None:
             self._tuner.observe(cost)

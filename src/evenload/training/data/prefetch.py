@@ -44,7 +44,6 @@ from evenload.training.launch.print_once import warn_once
 
 Span = tuple[int, int]
 _EMPTY = ReadTask(epoch=0, low=0, keys=())
-_NO_EPOCH = (1 << 31) - 1
 _MOST_RESTARTS = 3
 """Times in an epoch that workers are started again, of which one was killed."""
 
@@ -115,11 +114,6 @@ class Prefetcher:
             if self.reading.origin is SettingsOrigin.USER:
                 raise
             self._disable_workers(error)
-
-    def start_early(self) -> None:
-        """Start the workers before it is known what they read; not where their own seeds decide what they draw."""
-        if self._keyed:
-            self._start(_NO_EPOCH)
 
     def get(self, task: ReadTask) -> Any:
         """Return the collated samples of a task, reading them now where they were not prefetched; raise the dataset's errors."""

@@ -215,8 +215,6 @@ class Members(StepListener):
         for loader in self._loaders:
             loader.loader.draws_alone = True
         self._before_join()
-        if len(self._loaders) == 1:  # of several, the script may use another one first
-            self._loaders[0].loader.start_early()
         while self._is_alone():
             # Again now and then: a supervisor that does not expect it ends this process.
             self._changes.send(Ready(self._worker))

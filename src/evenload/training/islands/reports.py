@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.pending import Pending
+from evenload.training.comm.store import new_group
 from evenload.training.comm.subset import begin_gather
 
 
@@ -24,10 +24,7 @@ class IslandReports:
 
     def __init__(self, world: Groups) -> None:
         """Make the group of all ranks, which call it together."""
-        group = (
-            dist.new_group(timeout=timedelta(seconds=world.timeout_s), backend="gloo") if world.world_size > 1 else None
-        )
-        self._group = group if isinstance(group, dist.ProcessGroup) else None
+        self._group = new_group(world.ranks, "gloo", world.limits) if world.world_size > 1 else None
         self._world = world
         self.num_begun = 0
         """Of the two exchanges of a report: its rows, and what rank 0 decides."""

@@ -49,6 +49,7 @@ from evenload.training.launch.uncaught import report_uncaught
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.session import async_run
+from evenload.training.session.late_init import name_if_late
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.step import StepLoop
@@ -60,8 +61,10 @@ _FRESH_FOR = "fresh_for_job"
 """File in the run folder that names the queue's job whose ``--fresh`` was applied there."""
 
 
-def open_context(script: dict[str, Any]) -> TrainingContext:
+def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> TrainingContext:
     """Join the job that this process was started for; `script` holds the arguments of `evenload.init`.
+
+    Until `late` is closed, a line names this rank if the others wait for it.
 
     Raises:
         ConfigError: settings are wrong or contradict each other.
@@ -109,6 +112,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
     members = alone if spec.joining else Membership(spec.generation, spec.workers, spec.store)
     groups = Groups(members, 0 if spec.joining else spec.rank, **options)
+    if groups.world_size > 1:
+        late.enter_context(name_if_late(groups.rank))
     offer_store()
     control = Control(groups)
     _check_same_settings(config, control)

@@ -35,12 +35,12 @@ class BucketSegments:
         kinds = list(dict.fromkeys(places))
         try:
             most = torch.tensor([len(kinds)], dtype=torch.int32)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control)
+            groups.wait(dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control, async_op=True))
             if int(most) < 2:
                 return
             own = torch.tensor([kinds.index(place) for place in places], dtype=torch.int32)
             everyone = own.new_empty(groups.world_size, len(params))
-            dist.all_gather(list(everyone.unbind()), own, group=control)
+            groups.wait(dist.all_gather(list(everyone.unbind()), own, group=control, async_op=True))
         except RuntimeError as error:
             raise PeerLostError(f"the ranks could not exchange the devices of their parameters: {error}") from error
         _check_nccl(everyone, groups)

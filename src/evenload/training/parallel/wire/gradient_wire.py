@@ -280,7 +280,7 @@ class GradientWire:
         jobs = [SumInProgress(bucket, wire, self._groups.begin).job for bucket in self._buckets]
         own.starts = {one.name: own.start(one, job.values) for job in jobs for one in job.matrices}
         for start in own.starts.values():
-            dist.broadcast(start, group_src=0, group=wire.stages[0])
+            self._groups.wait(dist.broadcast(start, group_src=0, group=wire.stages[0], async_op=True), start.device)
 
     def close(self) -> None:
         if self._pipeline is not None:
