@@ -29,7 +29,7 @@ class Retention:
         self._unnoted: float | None = None
         """The metric of the checkpoint that is being written, or was."""
         self._trouble = ""
-        """Why the newest note or removal failed; a later one tries again."""
+        """The error of the newest note or removal; a later one tries again."""
         self._is_told = False
         self._lock = threading.Lock()
         """For the files: a thread writes them too."""

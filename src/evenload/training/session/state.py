@@ -29,7 +29,7 @@ from evenload.training.step.context import TrainingContext
 from evenload.training.step.step_loader import StepLoader
 
 _STORED, _RAISES, _NOT_STORED = 0.0, 1.0, 2.0
-"""What rank 0 reports of a checkpoint: it is there or begun; an error for the script; the disk did not take it."""
+"""Rank 0 reports of a checkpoint: it is there or begun; an error for the script; the disk did not take it."""
 
 
 class Saver:
