@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -91,6 +91,7 @@ class StepClock:
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
         self.reads, self.read_s = False, 0.0
         """True while ranks read a batch of an iterable dataset and wait for one another; the seconds of the last one."""
+        self.evaluates_since_s = 0.0  # 0: it does not wait for a batch
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -100,6 +101,17 @@ class StepClock:
             yield
         finally:
             self.reads, self.read_s = False, time.perf_counter() - began_s
+
+    def evaluating(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an evaluation; note since when it waits for one."""
+        self.evaluates_since_s = time.perf_counter()
+        try:
+            for batch in batches:
+                self.evaluates_since_s = 0.0
+                yield batch
+                self.evaluates_since_s = time.perf_counter()
+        finally:
+            self.evaluates_since_s = 0.0
 
     @property
     def current(self) -> Segment:
