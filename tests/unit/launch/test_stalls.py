@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
@@ -351,7 +351,7 @@ def test_a_rank_that_waits_for_samples_of_an_evaluation_says_so(monkeypatch: pyt
             time.sleep(0.001)
         return str(sent[-1].segment)
 
-    def read() -> Iterator[str]:
+    def read() -> Generator[str, None, None]:
         yield segment()
         yield segment()
 

@@ -82,26 +82,21 @@ class StallMonitor:
         self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
     ) -> StallFindings:
         """Return the members that stall the others; `stopped` are stopped now, and the repair of a loss waits for `awaited`."""
-        halted = {*stopped}  # time does not pass there
-        if now_s - self._judged_s > _LONGEST_GAP_S:
-            halted = {*self._activities}
-            self._stopped_since_s.clear()
-            self._awaited_since_s.clear()
-            self._waits.clear()
-        for name in halted & {*self._activities}:
+        if was_halted := now_s - self._judged_s > _LONGEST_GAP_S:
+            for known in (self._stopped_since_s, self._awaited_since_s, self._waits):
+                known.clear()
+        for name in [one for one in self._activities if was_halted or one in stopped]:  # no time passes there
             self._activities[name] = replace(self._activities[name][0], stuck_s=0.0), now_s
         self._judged_s = now_s
         stalled: dict[str, str] = {}
         if len(stopped) < len(members):  # whoever stops all of them means it
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
-            self._awaited_since_s = {
-                name: self._awaited_since_s.get(name, now_s) for name in stopped if name in awaited
-            }
+            held_up = [name for name in stopped if name in awaited]
+            self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
             for name, since_s in self._stopped_since_s.items():
                 if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
-                    stalled[name] = (
-                        f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s{self._where(name)}"
-                    )
+                    text = f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s"
+                    stalled[name] = text + self._where(name)
         waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
         waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
         in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)

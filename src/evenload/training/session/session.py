@@ -204,7 +204,7 @@ class Session(StepListener):
             parts=self._evaluation_parts,
             members=members,
         )
-        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
+        with context.clock.segment("other"), self.synchronised_weights(together=True):
             yield from context.clock.evaluating(batches)
 
     def _meet_to_evaluate(self, loader: DataLoader[Any]) -> tuple[int, tuple[float, ...], EvaluationMembers]:
