@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -157,6 +158,11 @@ def stat_of(pid: int) -> ProcessStat | None:
     return ProcessStat(
         fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15]))
     )
+
+
+def cpu_s_of(pid: int) -> float:
+    """Return the CPU time of a process and of the children that it waited for; NaN where there is no such process."""
+    return math.nan if (stat := stat_of(pid)) is None else stat.cpu_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def all_stats() -> dict[int, ProcessStat]:

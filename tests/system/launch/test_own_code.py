@@ -107,3 +107,26 @@ def _wait_for(path: Path, started: Started, timeout_s: float = 60.0) -> None:
         assert started.process.poll() is None, started.process.communicate()
         assert time.monotonic() < end_s
         time.sleep(0.02)
+
+
+HANGS = SLOW.replace(
+    "run = evenload.init",
+    """
+from evenload.training.elastic import stall_watch
+stall_watch._FIRST_DEADLINE_S = 3.0  # in which a loader may start
+class Data(TensorDataset):
+    def __getitem__(self, index):
+        if run.rank == 1:
+            time.sleep(1000)
+        return super().__getitem__(index)
+run = evenload.init""",
+).replace(
+    "print(",
+    "rows = sum(len(x[0]) for x in run.batches(DataLoader(Data(torch.zeros(8, 1)), batch_size=4)))\nprint(rows,",
+)
+
+
+def test_a_rank_that_hangs_in_an_evaluation_is_left_out_after_the_limit(tmp_path):
+    code, stdout, stderr = run(tmp_path, HANGS, "-d", "cpu:2", "--max-restarts", "0", initialised=False)
+    assert code == 0 and "8 ranks 1" in stdout, (stdout, stderr)
+    assert "rank 1 (cpu) does not respond: it has waited for samples for " in stdout + stderr

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from evenload.training.comm.clock import StepClock
 from evenload.training.comm.store import WaitLimits
 from evenload.training.elastic import own_wait, stall_watch
 from evenload.training.elastic.stall_watch import StepDeadline, find_excuse, find_position
@@ -134,6 +135,51 @@ def test_a_stopped_process_for_which_the_repair_of_a_loss_waits_is_left_out_soon
     assert seconds(("a",), 0) == STOPPED_S, "the repair does not wait for it"
 
 
+@pytest.mark.parametrize("supervisor_too", [True, False])
+def test_nobody_is_to_blame_after_all_were_stopped_and_go_on(supervisor_too: bool) -> None:
+    monitor = StallMonitor()
+    monitor.judge(MEMBERS, (), 100.0)
+    monitor.take(Activity("b", "compute", 0.3), 100.0)
+    for name in MEMBERS:
+        monitor.take(Activity(name, "compute" if name == "b" else "wait", 0.3, stuck_s=121.0), 100.0)
+    if not supervisor_too:
+        for index in range(1, 41):
+            assert not monitor.judge(MEMBERS, MEMBERS, 100.0 + index * EVERY_S).stalled
+    monitor.judge(MEMBERS, (), 110.25)
+    monitor.take(Waits("a", 4.6), 110.3)
+    found = monitor.judge(MEMBERS, (), 110.5)
+    assert not found.stalled and not found.deadlock_s
+
+
+@pytest.mark.parametrize(("part", "in_step", "hangs"), [(0.01, True, True), (0.9, True, False), (0.0, False, False)])
+@pytest.mark.parametrize("segment", ["wait", "optimizer"])
+def test_a_rank_whose_threads_no_longer_run_is_named_and_left_out_if_it_is_idle(
+    part: float, in_step: bool, hangs: bool, segment: str
+) -> None:
+    now_s = 100.0
+    monitor = StallMonitor(lambda worker: part * now_s)
+    monitor.take(Activity("b", segment, 0.2, "train.py:7 in __getitem__"), now_s)
+    named, stalled_s = [], 0.0
+    while now_s < 160 and not stalled_s:
+        now_s += EVERY_S
+        monitor.take(Waits("a", now_s - 100, in_step, limit_s=50.0), now_s)
+        found = monitor.judge(MEMBERS, (), now_s)
+        named += found.absent.values()
+        stalled_s = now_s if found.stalled else 0.0
+    what = "none of its threads of Python has run" if segment == "wait" else "it has been in the script's own code"
+    assert named == [f"{what} for 30 s, last seen at train.py:7 in __getitem__"]
+    assert stalled_s == (150 if hangs else 0)
+
+
+def test_a_rank_that_waits_for_samples_of_an_evaluation_is_a_stall_once_the_others_have_waited_for_the_limit() -> None:
+    for segment, waited_s, stalls in (("data", 40.0, False), ("data", 51.0, True), ("other", 51.0, False)):
+        monitor = StallMonitor()
+        monitor.judge(MEMBERS, (), 100.0)
+        monitor.take(Activity("b", segment, waited_s + 3), 100.1)
+        monitor.take(Waits("a", waited_s, in_step=False, limit_s=50.0), 100.1)
+        assert bool(monitor.judge(MEMBERS, (), 100.2).stalled) == stalls
+
+
 def test_a_stopped_process_is_stalled_unless_all_are_or_this_one_was() -> None:
     def stalled_after(stopped: tuple[str, ...], gaps_s: list[float]) -> list[str]:
         monitor, now_s, found = StallMonitor(), 100.0, []
@@ -198,7 +244,7 @@ def _context(**clock: Any) -> Any:
     return SimpleNamespace(
         spec=SimpleNamespace(worker="w0"),
         device=torch.device("cpu"),
-        clock=SimpleNamespace(**clock),
+        clock=SimpleNamespace(**{"evaluates_since_s": 0.0} | clock),
         loop=SimpleNamespace(in_backward=False),
         control=SimpleNamespace(waits_since_s=0.0),
         groups=SimpleNamespace(limits=WaitLimits(600.0, is_watched=True)),
@@ -254,6 +300,70 @@ def test_a_wait_in_which_something_moves_begins_anew(monkeypatch: pytest.MonkeyP
     assert waited(5) == 0 and waited(5) == 5
 
 
+def test_few_bytes_again_and_again_are_no_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0, rate=0)
+    monkeypatch.setattr(own_wait, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(own_wait, "num_tcp_bytes", lambda: int((now.s - 100) * now.rate))
+    monkeypatch.setattr(own_wait, "user_collectives", lambda own: 0)
+    monkeypatch.setattr(own_wait, "waits_for_ranks", lambda frame: True)
+    for now.rate, waited_s in ((2_000, 600.0), (20_000, 10.0)):
+        now.s, wait = 100.0, own_wait.OwnWait(_context(since_s=0.0))
+        longest_s = 0.0
+        while now.s < 700:
+            longest_s = max(longest_s, wait.seconds(None))
+            now.s += 0.5
+        assert abs(longest_s - waited_s) < 5
+
+
+def test_a_watch_does_not_count_the_time_in_which_its_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=1000.0)
+    times = SimpleNamespace(monotonic=lambda: now.s, perf_counter=lambda: now.s, process_time=lambda: 0.0)
+    for module in (stall_watch, own_wait):
+        monkeypatch.setattr(module, "time", times)
+    monkeypatch.setattr(own_wait, "waits_for_ranks", lambda frame: True)
+    context = _context(current="wait", since_s=1000.0, reads=False, read_s=0.0)
+    context.loop.in_backward = True
+    context.control.waits_since_s = 1000.0
+    watch, sent = stall_watch.StallWatch(context, lambda message: sent.append(message)), []
+    gaps_s = iter([0.5] * 200 + [3600.0] + [0.5] * 61)
+
+    def wait(seconds: float) -> bool:
+        now.s += (gap_s := next(gaps_s, 0.0))
+        return not gap_s
+
+    watch._closed = cast(Any, SimpleNamespace(wait=wait))
+    watch._run()
+    assert max(message.seconds for message in sent) == 130.5
+    assert not any(message.stuck_s for message in sent if isinstance(message, Activity))
+
+
+def test_a_rank_that_waits_for_samples_of_an_evaluation_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_watch, "_EVERY_S", 0.01)
+    sent: list[Any] = []
+    context = _context()
+    context.clock = StepClock(torch.device("cpu"))
+    watch = stall_watch.StallWatch(context, sent.append)
+
+    def segment() -> str:
+        sent.clear()
+        end_s = time.monotonic() + 20
+        while len(sent) < 3 and time.monotonic() < end_s:
+            time.sleep(0.001)
+        return str(sent[-1].segment)
+
+    def read() -> Generator[str, None, None]:
+        yield segment()
+        yield segment()
+
+    watch.start()
+    try:
+        for found in context.clock.evaluating(read()):
+            assert found == "data" and segment() == "other"
+        assert segment() == "other"
+    finally:
+        watch.close()
+
+
 def test_bytes_of_open_connections_are_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         other, _ = server.accept()
@@ -270,9 +380,8 @@ def test_a_rank_that_waits_for_anothers_stream_says_so(monkeypatch: pytest.Monke
     """An iterable dataset is read before `step.backward`, and its ranks wait for one another there."""
     monkeypatch.setattr(stall_watch, "_EVERY_S", 0.01)
     sent: list[Any] = []
-    clock = SimpleNamespace(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
-    context = _context()
-    context.clock = clock
+    context = _context(current="wait", since_s=time.perf_counter() - 100.0, reads=False, read_s=0.0)
+    clock = context.clock
     watch = stall_watch.StallWatch(context, sent.append)
     watch.start()
     try:
@@ -301,7 +410,7 @@ def test_a_rank_that_computes_its_first_steps_is_no_stall(monkeypatch: pytest.Mo
     watch = stall_watch.StallWatch(context, sent.append)
 
     def excuse(part: float, seconds: float = 24.0) -> str:
-        looks, sent[:] = iter((False, False, False, False, True)), []
+        looks, sent[:] = iter([*[False] * int(seconds), True]), []
         watch._closed = cast(Any, SimpleNamespace(wait=lambda s: wait(next(looks))))
 
         def wait(ends: bool) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -89,8 +89,8 @@ class StepClock:
         self.since_s: float = time.perf_counter()
         """Time at which the host began the running segment, or last called `cut` or `take` in it."""
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
-        self.reads, self.read_s = False, 0.0
-        """True while ranks read a batch of an iterable dataset and wait for one another; the seconds of the last one."""
+        self.reads, self.read_s, self.evaluates_since_s = False, 0.0, 0.0
+        """True while ranks read a batch of an iterable dataset in turn; seconds of the last; since when `run.batches` reads."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -100,6 +100,18 @@ class StepClock:
             yield
         finally:
             self.reads, self.read_s = False, time.perf_counter() - began_s
+
+    def evaluating(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """Yield the batches of an evaluation; note since when it waits for one."""
+        self.evaluates_since_s = time.perf_counter()
+        try:
+            for batch in batches:
+                self.evaluates_since_s = 0.0
+                yield batch
+                self.evaluates_since_s = time.perf_counter()
+        finally:
+            self.evaluates_since_s = 0.0
+            batches.close()
 
     @property
     def current(self) -> Segment:

@@ -98,7 +98,7 @@ def wait_for_members(keys: Store, rank: int, world_size: int, limit_s: float, ch
             text = f"evenload: rank {missing} has not called evenload.init for {_LATE_S:.0f} s; the other ranks wait"
             if not is_printed_elsewhere(text):
                 print(text, file=sys.stderr, flush=True)
-        time.sleep(min(max(_POLL_S, waited_s / 100), 0.2))
+        time.sleep(min(max(_POLL_S, waited_s / 100), 1.0))  # few bytes: a deadlock is known by them
 
 
 def new_group(ranks: Sequence[int], backend: str, limits: WaitLimits) -> dist.ProcessGroup | None:

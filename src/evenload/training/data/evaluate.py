@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def evaluation_batches(
     keyed_rng: bool = True,
     parts: EvaluationParts | None = None,
     members: EvaluationMembers | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield this rank's batches of a plain DataLoader: equally many on every rank, every sample once over all ranks.
 
     The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured. The ranks' parts of one round,

@@ -41,7 +41,7 @@ from evenload.training.step.planner import Planner
 from evenload.training.step.step import Step, StepListener
 from evenload.training.step.step_loader import StepLoader
 
-_READY_EVERY_S = 30.0
+_READY_EVERY_S, _LOSS_KNOWN_S = 30.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,17 @@ class Members(StepListener):
         groups = self._context.groups
         if not self._is_capable or groups.closed:
             raise error
+        after = self._tried
         while True:
-            change = self._changes.wait(self._tried, groups.limits.setup_s)
+            change = self._changes.wait(after, groups.limits.setup_s if after == self._tried else _LOSS_KNOWN_S)
             if change is None:
                 raise error
+            after = change.number
+            if self._worker not in change.workers:
+                continue  # it is to leave at the end of this step, in which another rank is lost: it goes on until then
             try:
-                if self._worker not in change.workers:
-                    raise error  # it was to leave at the end of this step, in which another rank was lost
                 return self._switch(change)
             except (PeerLostError, LaunchError) as failed:
-                if failed is error:
-                    raise
                 error = _as_lost(failed)
 
     # -- one change -----------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from evenload.training.step.context import TrainingContext
 STUCK_S = 120.0
 """Time of a wait in which nothing moves, after which it is a deadlock if all other ranks wait, too."""
 _COUNTED_AFTER_S = 5.0
-_LEAST_BYTES = 1 << 16
-"""Fewer are no transfer: a store that is polled, a logger."""
+_LEAST_BYTES, _WITHIN_S = 1 << 16, 10.0
+"""Fewer in that time are no transfer: a store that is polled, a logger."""
 _COMM, _CLOCK, _PACKAGE = "evenload/training/comm/", "evenload/training/comm/clock.py", "evenload/training/"
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _TCP, _TCP_INFO, _INFO_BYTES, _COUNTS_AT = 6, 11, 136, 120
@@ -33,7 +33,7 @@ class OwnWait:
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._moves: tuple[float, ...] = ()
-        self._since_s = 0.0
+        self._since_s = self._counted_s = 0.0
         self._num_bytes = -1
 
     def seconds(self, frame: FrameType | None) -> float:
@@ -47,10 +47,10 @@ class OwnWait:
             self._moves, self._since_s, self._num_bytes = moves, now_s, -1
         elif now_s - self._since_s >= _COUNTED_AFTER_S:
             num_bytes = num_tcp_bytes()
-            if self._num_bytes < 0:
-                self._num_bytes = num_bytes
-            elif abs(num_bytes - self._num_bytes) >= _LEAST_BYTES:
-                self._since_s, self._num_bytes = now_s, num_bytes
+            if self._num_bytes >= 0 and abs(num_bytes - self._num_bytes) >= _LEAST_BYTES:
+                self._since_s, self._num_bytes = now_s, -1
+            elif self._num_bytes < 0 or now_s - self._counted_s >= _WITHIN_S:
+                self._num_bytes, self._counted_s = num_bytes, now_s
         return now_s - self._since_s
 
 
@@ -75,7 +75,6 @@ def num_tcp_bytes() -> int:
         for path in Path("/proc/self/fd").iterdir():
             size = ctypes.c_uint32(_INFO_BYTES)
             code = _libc.getsockopt(int(path.name), _TCP, _TCP_INFO, info, ctypes.byref(size))
-            total += (
-                sum(struct.unpack_from("QQ", info.raw, _COUNTS_AT)) if code == 0 and size.value == _INFO_BYTES else 0
-            )
+            if code == 0 and size.value == _INFO_BYTES:
+                total += sum(struct.unpack_from("QQ", info.raw, _COUNTS_AT))
     return total

@@ -20,7 +20,7 @@ from evenload.training.launch.membership_messages import Activity, Message, Wait
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
-_EVERY_S = 0.5
+_EVERY_S, _LONGEST_GAP_S = 0.5, 2.0
 _LEAST_DEADLINE_S = 4.5
 _FIRST_DEADLINE_S = 60.0
 _NUM_KNOWN = 8
@@ -80,6 +80,7 @@ class StallWatch(StepListener):
         self._used_s = self._looked_s = self._worked_s = 0.0
         self._starts = True
         """The first step of a loop runs, in which loaders start."""
+        self._stops: deque[tuple[float, float]] = deque(maxlen=16)  # the last times without a look
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenload-stalls", daemon=True)
 
@@ -106,17 +107,22 @@ class StallWatch(StepListener):
 
     def _run(self) -> None:
         worker, clock, limits = self._context.spec.worker, self._context.clock, self._context.groups.limits
-        is_second = False
+        is_second, before_s = False, time.monotonic()
         while not self._closed.wait(_EVERY_S):
-            frame = sys._current_frames().get(self._main)
+            if (now_s := time.monotonic()) - before_s > _LONGEST_GAP_S:
+                self._stops.append((before_s, now_s))
+                self._own_wait = OwnWait(self._context)
+            before_s, frame = now_s, sys._current_frames().get(self._main)
             idle_s, excuse, position = self._own_wait.seconds(frame), find_excuse(frame), find_position(frame)
             del frame  # it keeps what a function had that has returned, such as a loop that was left
-            segment, seconds, works = clock.current, time.perf_counter() - clock.since_s, self._works()
+            segment, seconds, works = clock.current, self._seconds_since(clock.since_s), self._works()
             limit_s = math.inf if self._context.device.type == "cpu" else _FIRST_ON_GPU_S
             if segment == "compute" and works and seconds < limit_s and not self._deadline.is_known:
                 excuse = excuse or "it computes its first steps"
             if (since_s := self._context.control.waits_since_s) and segment not in ("wait", "comm"):
-                segment, seconds = "wait", time.monotonic() - since_s
+                segment, seconds = "wait", self._seconds_since(since_s)
+            elif since_s := clock.evaluates_since_s:
+                segment, seconds = "data", self._seconds_since(since_s)
             waits = self._context.loop.in_backward or clock.reads
             if waits and segment in ("wait", "comm") and seconds > self._deadline.seconds:
                 self._send(Waits(worker, seconds, limit_s=limits.timeout_s))
@@ -127,6 +133,11 @@ class StallWatch(StepListener):
                 excuse = "its loader starts" if self._starts and seconds < _FIRST_DEADLINE_S else excuse
                 stuck_s = idle_s if limits.is_watched and idle_s >= own_wait.STUCK_S else 0.0
                 self._send(Activity(worker, segment, seconds, position, excuse, stuck_s))
+
+    def _seconds_since(self, since_s: float) -> float:
+        """Return for how long something lasts, without the time in which this process was stopped."""
+        stopped_s = sum(max(end_s - max(begin_s, since_s), 0.0) for begin_s, end_s in self._stops)
+        return time.perf_counter() - since_s - stopped_s
 
     def _works(self) -> bool:
         """Return whether this process has computed lately."""

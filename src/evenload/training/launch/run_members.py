@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE
+from evenload.job.processes import cpu_s_of
 from evenload.rendezvous.peer_monitor import (
     FailureCause,
     PeerEvent,
@@ -82,7 +83,7 @@ class RunMembers:
         """Of this machine's places, by local rank: the spec of the first worker."""
         self._devices: dict[int, RankDevice] = {}
         self._due: list[tuple[float, StartWorker]] = []
-        self._stalls = StallMonitor()
+        self._stalls = StallMonitor(lambda worker: cpu_s_of(getattr(self._workers.get(worker), "pid", 0)))
         self._reported_stalls: set[str] = set()
         self._next_step = 0
         self._has_begun = False

@@ -1,16 +1,17 @@
 """`StallMonitor`: find the rank that neither works nor dies, from what the workers report. No process and no clock.
 
 A rank is stalled if the others wait for it past their deadline while it reads samples or computes all that time: a loader that
-hangs, a device that hangs. So is a process that is stopped (SIGSTOP). Two kinds of ranks are left alone: one that starts its
-loader, compiles or writes a checkpoint, and one that runs the script's own code between two steps, which may take as long as the
-script wants. If all wait for one another, and nothing moves, none of them is to blame: a deadlock.
+hangs, a device that hangs. So is a process that is stopped (SIGSTOP), and, once the others have waited for `timeout_s`, one that
+waits for samples in an evaluation, or whose threads don't run, and that uses no processor. Left alone are those that start their
+loader, compile, compute their first steps, write a checkpoint, or run the script's own code, which may take as long as the script
+wants. If all wait for one another, and nothing moves, none of them is to blame: a deadlock.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenload.training.launch.membership_messages import Activity, Waits
 
@@ -29,7 +30,10 @@ _SAME_WAIT = 0.8
 """A stalled rank entered its segment at most a little later than the others began to wait."""
 _ABSENT_S = 30.0
 """A wait for the script's own code on one rank is reported after so long."""
+_SILENT_S, _WORKS = 10.0, 0.05
+"""A worker that has not reported for so long is seen by the part of a core that it uses."""
 _OWN_CODE = "it has been in the script's own code"
+_SILENT = "none of its threads of Python has run"
 _IN_STEP = {"data": "it has waited for samples", "compute": "it has been in forward or backward"}
 
 
@@ -48,18 +52,22 @@ class StallFindings:
 class StallMonitor:
     """The workers' reports, and how long their processes have been stopped. Times are of one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, used_s: Callable[[str], float] = lambda worker: math.nan) -> None:
+        """`used_s` returns the processor time of a worker; NaN: it isn't known."""
+        self._used_s = used_s
         self._activities: dict[str, tuple[Activity, float]] = {}
         self._waits: dict[str, tuple[Waits, float]] = {}
         self._stopped_since_s: dict[str, float] = {}
         self._awaited_since_s: dict[str, float] = {}
         """Of those that are stopped."""
+        self._used_before_s: dict[str, float] = {}  # until the last report
         self._judged_s = 0.0
         self._reported: set[str] = set()
 
     def take(self, message: Activity | Waits, now_s: float) -> None:
         if isinstance(message, Activity):
             self._activities[message.worker] = message, now_s
+            self._used_before_s[message.worker] = self._used_s(message.worker)
         else:
             self._waits[message.worker] = message, now_s
 
@@ -74,42 +82,47 @@ class StallMonitor:
         self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
     ) -> StallFindings:
         """Return the members that stall the others; `stopped` are stopped now, and the repair of a loss waits for `awaited`."""
-        if now_s - self._judged_s > _LONGEST_GAP_S:
-            self._stopped_since_s.clear()
-            self._awaited_since_s.clear()
-            self._waits.clear()
+        if was_halted := now_s - self._judged_s > _LONGEST_GAP_S:
+            for known in (self._stopped_since_s, self._awaited_since_s, self._waits):
+                known.clear()
+        for name in [one for one in self._activities if was_halted or one in stopped]:  # no time passes there
+            self._activities[name] = replace(self._activities[name][0], stuck_s=0.0), now_s
         self._judged_s = now_s
         stalled: dict[str, str] = {}
         if len(stopped) < len(members):  # whoever stops all of them means it
-            held_up = [name for name in stopped if name in awaited]
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
+            held_up = [name for name in stopped if name in awaited]
             self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
             for name, since_s in self._stopped_since_s.items():
                 if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
-                    stalled[name] = (
-                        f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s{self._where(name)}"
-                    )
+                    text = f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s"
+                    stalled[name] = text + self._where(name)
         waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
         waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
         in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)
         if waits and waits_s < _ABSENT_S:
             self._reported.clear()
+        is_too_long = bool(waits) and waits_s >= max(wait.limit_s for wait in waits.values())
         absent: dict[str, str] = {}
         for name in members if waits else ():
             if name in waits or name not in self._activities or name in stalled:
                 continue
             activity, at_s = self._activities[name]
-            seconds = activity.seconds + now_s - at_s  # one that reports nothing more is still there
-            if seconds < _SAME_WAIT * waits_s or activity.segment in ("wait", "comm", "compile"):
+            waits_too, silent_s = activity.segment in ("wait", "comm", "compile"), now_s - at_s
+            seconds = silent_s + (0 if waits_too else activity.seconds)  # one that reports nothing more is still there
+            if seconds < _SAME_WAIT * waits_s or (waits_too and silent_s <= _SILENT_S):
                 continue
-            what = _IN_STEP.get(activity.segment)
-            if what is not None and seconds >= _SAME_WAIT * in_step_s:
+            what = _SILENT if waits_too else _IN_STEP.get(activity.segment)
+            hangs = what in _IN_STEP.values() and seconds >= _SAME_WAIT * in_step_s
+            if is_too_long and not hangs:
+                is_idle = self._used_s(name) - self._used_before_s[name] < _WORKS * silent_s
+                hangs = activity.segment == "data" or (is_idle and silent_s > _SILENT_S and in_step_s < math.inf)
+            if hangs:
                 if not activity.excuse:
-                    stalled[name] = f"{what} for {seconds:.1f} s{self._where(name)}"
+                    stalled[name] = f"{what or _OWN_CODE} for {seconds:.1f} s{self._where(name)}"
             elif waits_s >= _ABSENT_S and name not in self._reported:
                 self._reported.add(name)
                 absent[name] = f"{what or _OWN_CODE} for {seconds:.0f} s{self._where(name)}"
-        is_too_long = bool(waits) and waits_s >= max(wait.limit_s for wait in waits.values())
         return StallFindings(stalled, absent, is_too_long, self._deadlock_s(members, now_s))
 
     def _deadlock_s(self, members: Sequence[str], now_s: float) -> float:

@@ -204,8 +204,8 @@ class Session(StepListener):
             parts=self._evaluation_parts,
             members=members,
         )
-        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
-            yield from batches
+        with context.clock.segment("other"), self.synchronised_weights(together=True):
+            yield from context.clock.evaluating(batches)
 
     def _meet_to_evaluate(self, loader: DataLoader[Any]) -> tuple[int, tuple[float, ...], EvaluationMembers]:
         """Return this rank, all speeds and the members that meet here: right after it they may be others, on some ranks only."""
