@@ -79,3 +79,23 @@ def test_a_stopped_rank_does_not_keep_the_repair_of_a_loss_waiting(tmp_path):
     )
     assert waited is not None and float(waited[1]) < 3, text  # 4 s where no loss is repaired
     assert_gone([stopped])
+
+
+def test_a_rank_that_is_stopped_while_it_saves_does_not_keep_a_failed_run_waiting(tmp_path):
+    script = SCRIPT.replace(
+        "        time.sleep(float",
+        """
+        if step.index == 5 and run.is_main:
+            import signal
+            from evenload.training.checkpoint import files
+            files.write = lambda *args, **options: os.kill(os.getpid(), signal.SIGSTOP)
+        if step.index == 6 and run.rank == 1:
+            raise RuntimeError("mine")
+        time.sleep(float""",
+    )
+    with Started(
+        tmp_path, script, "-d", "cpu:2", "--max-restarts", "0", arguments=["0.02", "0"], initialised=False
+    ) as started:
+        code, stdout, stderr = started.end(60)
+    assert code == 1 and "RuntimeError: mine" in stdout + stderr
+    assert_gone([pid_of(tmp_path, rank) for rank in (0, 1)])

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ class WorkerProcess(SessionProcess):
         self, spec: WorkerSpec, arguments: Sequence[str], outputs: WorkerOutputs, with_channel: bool = False
     ) -> None:
         """Start the process; `with_channel`: with a socket for messages about the membership (`channel`)."""
+        self._held_since_s = 0.0
         own_ends: list[int] = []
         worker_ends: list[int] = []
         own_socket = None
@@ -88,6 +90,12 @@ class WorkerProcess(SessionProcess):
         """Return True for a process that SIGSTOP or a debugger holds."""
         stat = stat_of(self.pid)
         return stat is not None and stat.state in "Tt"
+
+    def stopped_s(self) -> float:
+        """Return for how long each call has found the process held, this one too."""
+        now_s = time.monotonic()
+        self._held_since_s = (self._held_since_s or now_s) if self.is_stopped() else 0.0
+        return now_s - self._held_since_s if self._held_since_s else 0.0
 
     def go(self) -> None:
         # `poll` finds a worker that has already ended.

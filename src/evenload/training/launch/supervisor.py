@@ -40,6 +40,7 @@ from evenload.training.launch.restarts import cause_of, restart, wait_before
 from evenload.training.launch.run_control import RunControl, read_run_folder
 from evenload.training.launch.run_members import RunMembers
 from evenload.training.launch.server_process import LostWorkers, with_servers_speed
+from evenload.training.launch.stalls import STOPPED_S
 from evenload.training.launch.stop_signals import collect_stop_signals
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
@@ -408,7 +409,9 @@ class _Supervisor:
 
     def _has_time(self, worker: WorkerProcess, began_s: float) -> bool:
         is_main = self._members.rank_of(worker.spec.worker) == 0
-        return stop_status.has_time(self._folder, worker.spec.worker, is_main, began_s)
+        return worker.stopped_s() < STOPPED_S and stop_status.has_time(
+            self._folder, worker.spec.worker, is_main, began_s
+        )
 
     def _close_output(self) -> None:
         """Forward the remaining output and close the view; a second call does nothing."""
