@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, UnwritableError
 from evenload.training.checkpoint import files
 from evenload.training.comm import store
 from evenload.training.comm.groups import Groups
@@ -176,7 +176,10 @@ class FaultInjector:
             hook.remove()
 
     def _write_checkpoint(self, *arguments: Any) -> int:
-        self.at("checkpoint")
+        try:
+            self.at("checkpoint")
+        except RuntimeError as error:
+            raise UnwritableError(f"the checkpoint can't be written: {error}") from None  # as a disk that fails
         return self._write(*arguments)
 
     def _wrap_collectives(self) -> None:

@@ -266,7 +266,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     first, second = told_by_ranks(_unwritable, tmp_path)
-    assert first.startswith("CheckpointError: the checkpoint") and "can't be written" in first
+    assert first.startswith("UnwritableError: the checkpoint") and "can't be written" in first
     assert second == "CheckpointError: rank 0 failed to write the checkpoint"
 
 

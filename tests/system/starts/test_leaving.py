@@ -60,4 +60,4 @@ def test_ranks_end_as_their_script_does(tmp_path: Path) -> None:
     assert found["caught"]["codes"] == [1, 9] and "PeerLostError" in found["caught"]["wrote"][0][1]
     # What could not be saved at the end is no good end: rank 0, which writes for all, fails the run.
     assert found["unsaved"]["codes"] == [1, 0]
-    assert ["CheckpointError" in err for _, err in found["unsaved"]["wrote"]] == [True, False]
+    assert ["UnwritableError" in err for _, err in found["unsaved"]["wrote"]] == [True, False]

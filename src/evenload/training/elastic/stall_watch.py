@@ -45,10 +45,10 @@ class StepDeadline:
     """The seconds after which a wait in a step is longer than the steps so far explain."""
 
     def __init__(self, timeout_s: float = math.inf) -> None:
-        """`timeout_s`: limit of a wait, before which a stall is to be found."""
+        """`timeout_s`: limit of a wait, before which a stall is to be found if it is above 4.5 s."""
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._num_steps = 0  # also those that are no longer kept
-        self.seconds = min(_FIRST_DEADLINE_S, timeout_s / 2)
+        self.seconds = min(_FIRST_DEADLINE_S, max(_LEAST_DEADLINE_S, timeout_s / 2))
 
     @property
     def is_known(self) -> bool:

@@ -408,10 +408,9 @@ class _Supervisor:
             worker.kill()
 
     def _has_time(self, worker: WorkerProcess, began_s: float) -> bool:
-        is_main = self._members.rank_of(worker.spec.worker) == 0
-        return worker.stopped_s() < STOPPED_S and stop_status.has_time(
-            self._folder, worker.spec.worker, is_main, began_s
-        )
+        name = worker.spec.worker
+        has_time = stop_status.has_time(self._folder, name, self._members.rank_of(name) == 0, began_s)
+        return has_time and worker.stopped_s() < STOPPED_S
 
     def _close_output(self) -> None:
         """Forward the remaining output and close the view; a second call does nothing."""
