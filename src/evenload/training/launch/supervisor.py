@@ -396,8 +396,7 @@ class _Supervisor:
         num_signals = len(self.received_signals)
         stop_status.write_abort(self._folder)
         self._members.stop_joins()
-        workers = self._members.own_workers
-        for worker in workers:
+        for worker in (workers := self._members.own_workers):
             worker.send_signal(signal.SIGTERM)
         began_s = time.monotonic()
         while any(worker.poll() is None and self._has_time(worker, began_s) for worker in workers):
