@@ -29,7 +29,7 @@ torch.set_default_dtype(torch.float64)
 def works(name, run=None):
     if name in sys.argv and (run is None or run.is_main):
         Path("works").touch()
-        end_s = time.monotonic() + (60 if "until told" in sys.argv else 3.5)  # longer than the limit
+        end_s = time.monotonic() + (60 if "until killed" in sys.argv else 3.5)  # longer than the limit
         while time.monotonic() < end_s and not Path("finish").exists():
             time.sleep(0.01)
 if os.environ.get("EVENLOAD_WORKER", "").endswith("worker-0.json"):
@@ -72,7 +72,7 @@ def test_a_rank_may_work_in_its_own_code_as_long_as_it_wants(tmp_path):
 
 
 def test_a_rank_that_is_stopped_meanwhile_is_found(tmp_path):
-    places = ("between two steps", "until told")
+    places = ("between two steps", "until killed")
     options = ("-d", "cpu:3", "--max-restarts", "0")
     with Started(tmp_path, SLOW, *options, arguments=places, initialised=False) as started:
         _wait_for(tmp_path / "works", started)
@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_one_another_are_named_and_the_run_ends(tmp_path):
 
 def test_a_limit_that_the_user_sets_holds(tmp_path):
     script = SLOW.replace("seed=0", "seed=0, timeout_s=8")
-    places = ("between two steps", "until told")
+    places = ("between two steps", "until killed")
     code, _, stderr = run(tmp_path, script, "-d", "cpu:2", arguments=places, initialised=False)
     assert code == 1 and "waited 8 s for another rank, which is alive but did not arrive" in stderr, stderr
 

@@ -72,7 +72,7 @@ def test_connections_between_two_ranks_that_break_end_the_run_with_the_place_of_
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_machine_that_is_cut_off_while_rank_0_evaluates_is_found(can_make_machines, tmp_path):
-    places = ("between two steps", "until told")
+    places = ("between two steps", "until killed")
     with hosts.machines(2) as boxes, _typed(boxes, tmp_path, SLOW, *places) as typed:
         _wait_for(tmp_path / "box1" / "works", typed)
         time.sleep(1)  # all machines know that all ranks train

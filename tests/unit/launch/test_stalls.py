@@ -60,20 +60,20 @@ def test_a_rank_that_works_is_left_alone(activity: Activity) -> None:
 
 def test_the_scripts_own_code_is_named_once_after_half_a_minute() -> None:
     monitor = StallMonitor()
-    told = []
+    absent = []
     for index in range(200):
         now_s = 100 + index * EVERY_S
         monitor.take(Activity("b", "optimizer", index * EVERY_S, "train.py:40 in evaluate"), now_s)
         monitor.take(Waits("a", index * EVERY_S), now_s)
         found = monitor.judge(MEMBERS, (), now_s)
         assert not found.stalled
-        told += list(found.absent.items())
-    assert told == [("b", "it has been in the script's own code for 30 s, last seen at train.py:40 in evaluate")]
+        absent += list(found.absent.items())
+    assert absent == [("b", "it has been in the script's own code for 30 s, last seen at train.py:40 in evaluate")]
 
 
 def test_a_rank_that_others_wait_for_outside_of_a_step_is_named_once_in_each_wait_and_is_no_stall() -> None:
     monitor = StallMonitor()
-    told = []
+    absent = []
     for index in range(320):
         now_s, waited_s = 100 + index * EVERY_S, index % 160 * EVERY_S
         segment, position = ("data", "train.py:40") if index >= 160 else ("other", f"train.py:{index}")
@@ -81,8 +81,8 @@ def test_a_rank_that_others_wait_for_outside_of_a_step_is_named_once_in_each_wai
         monitor.take(Waits("a", waited_s, in_step=False), now_s)
         found = monitor.judge(MEMBERS, (), now_s)
         assert not found.stalled and not found.is_too_long
-        told += found.absent.values()
-    assert told == [
+        absent += found.absent.values()
+    assert absent == [
         "it has been in the script's own code for 35 s, last seen at train.py:120",
         "it has waited for samples for 35 s, last seen at train.py:40",
     ]

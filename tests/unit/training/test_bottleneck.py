@@ -33,7 +33,7 @@ def slow(step: int, *data_s: float, seconds: float = 0.5) -> StepRecord:
     return make_step(step, ranks=ranks, seconds=seconds, shares=(128,) * len(ranks))
 
 
-def told(watch: LoadingMonitor, records: list[StepRecord], readings: Any = None) -> list[tuple[int, str, str]]:
+def events_of(watch: LoadingMonitor, records: list[StepRecord], readings: Any = None) -> list[tuple[int, str, str]]:
     found = []
     for record in records:
         for one in watch.take(record, readings or GIVEN):
@@ -43,17 +43,19 @@ def told(watch: LoadingMonitor, records: list[StepRecord], readings: Any = None)
 
 def test_the_rank_that_waits_is_told_once_and_again_when_it_is_over() -> None:
     watch = LoadingMonitor()
-    first = told(watch, [slow(step, 0.0, 0.0) for step in range(30)])
+    first = events_of(watch, [slow(step, 0.0, 0.0) for step in range(30)])
     assert first == []
-    ((step, kind, message),) = told(watch, [slow(step, 0.01, 0.3) for step in range(30, 60)])
+    ((step, kind, message),) = events_of(watch, [slow(step, 0.01, 0.3) for step in range(30, 60)])
     assert kind == "data_bound" and 30 <= step < 42
     assert re.match(
         r"data-bound: \d\d % of rank 1's step is spent waiting for samples \(2 loader workers \(prefetch 2\)\)", message
     )
     assert "--num-workers auto" in message
-    ((step, kind, message),) = told(watch, [slow(step, 0.0, 0.0) for step in range(60, 90)])
+    ((step, kind, message),) = events_of(watch, [slow(step, 0.0, 0.0) for step in range(60, 90)])
     assert (kind, message) == ("data_bound_over", "rank 1 no longer waits for samples") and step < 72
-    assert [kind for _, kind, _ in told(watch, [slow(step, 0.2, 0.0) for step in range(90, 110)])] == ["data_bound"]
+    assert [kind for _, kind, _ in events_of(watch, [slow(step, 0.2, 0.0) for step in range(90, 110)])] == [
+        "data_bound"
+    ]
 
 
 def test_a_rank_alone_that_waits_is_told_of_at_the_same_steps_by_batches_of_steps() -> None:
@@ -63,8 +65,8 @@ def test_a_rank_alone_that_waits_is_told_of_at_the_same_steps_by_batches_of_step
 
     steps, reading = [own(step) for step in range(120)], [GIVEN[0]]
     watch, together = LoadingMonitor(), LoadingMonitor()
-    singly = told(watch, [step.record() for step in steps], reading)
-    found = told(together, [steps[0].record()], reading)
+    singly = events_of(watch, [step.record() for step in steps], reading)
+    found = events_of(together, [steps[0].record()], reading)
     for at in range(1, 120, 17):
         found += [(step, event.kind, event.message) for step, event in together.take_own(steps[at : at + 17])]
     assert [kind for _, kind, _ in singly] == [kind for _, kind, _ in found] == ["data_bound", "data_bound_over"]
@@ -72,19 +74,19 @@ def test_a_rank_alone_that_waits_is_told_of_at_the_same_steps_by_batches_of_step
 
 
 def test_the_slower_of_two_is_named() -> None:
-    ((_, _, message),) = told(LoadingMonitor(), [slow(step, 0.29, 0.3) for step in range(20)])
+    ((_, _, message),) = events_of(LoadingMonitor(), [slow(step, 0.29, 0.3) for step in range(20)])
     assert "rank 1's step" in message
 
 
 def test_ranks_that_wait_in_turns_are_told_once_each() -> None:
     records = [slow(step, 0.30 - 0.02 * (step // 15 % 2), 0.29) for step in range(120)]
-    found = told(LoadingMonitor(), records)
+    found = events_of(LoadingMonitor(), records)
     assert [re.findall(r"rank \d", message)[0] for _, _, message in found] == ["rank 0", "rank 1"]
 
 
 def test_one_step_that_takes_long_says_nothing() -> None:
     late = [slow(step, 0.0, 4.8, seconds=5.0) if step % 10 == 5 else slow(step, 0.0, 0.0) for step in range(100)]
-    assert told(LoadingMonitor(), late) == []
+    assert events_of(LoadingMonitor(), late) == []
 
 
 def test_who_waits_beside_the_others_or_very_little_is_not_spoken_of() -> None:
@@ -96,9 +98,9 @@ def test_who_waits_beside_the_others_or_very_little_is_not_spoken_of() -> None:
         )
         for step in range(40)
     ]
-    assert told(LoadingMonitor(), beside) == []
+    assert events_of(LoadingMonitor(), beside) == []
     tiny = [make_step(step, ranks=(RankTimes(data_s=0.001, compute_s=0.001),) * 2, seconds=0.002) for step in range(40)]
-    assert told(LoadingMonitor(), tiny) == []
+    assert events_of(LoadingMonitor(), tiny) == []
 
 
 def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
@@ -108,9 +110,9 @@ def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
         ReadSettings(4, 2, origin=SettingsOrigin.TRIAL),
         ReadSettings(4, 2, origin=SettingsOrigin.CHOSEN),
     )
-    found = told(watch, [slow(step, 0.0, 0.3) for step in range(12)], [ReadSettings(), tried])
-    found += told(watch, [slow(step, 0.0, 0.02) for step in range(12, 24)], [ReadSettings(), more])
-    found += told(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [ReadSettings(), chosen])
+    found = events_of(watch, [slow(step, 0.0, 0.3) for step in range(12)], [ReadSettings(), tried])
+    found += events_of(watch, [slow(step, 0.0, 0.02) for step in range(12, 24)], [ReadSettings(), more])
+    found += events_of(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [ReadSettings(), chosen])
     assert [(kind, bool(message)) for _, kind, message in found] == [("workers", False), ("workers", True)]
     assert found[1][2] == (
         "rank 1 reads with 4 loader workers (prefetch 2), as measured, with all ranks searching together: 512.0 samples/s with "
@@ -121,7 +123,7 @@ def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
 def test_loaders_that_take_turns_tell_nothing() -> None:
     watch = LoadingMonitor()
     for step in range(40):
-        assert told(watch, [slow(step, 0.0, 0.0)], GIVEN if step % 2 else GIVEN[::-1]) == []
+        assert events_of(watch, [slow(step, 0.0, 0.0)], GIVEN if step % 2 else GIVEN[::-1]) == []
 
 
 class Rows(Dataset[Any]):

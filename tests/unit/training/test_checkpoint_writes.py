@@ -190,7 +190,7 @@ def test_an_error_beside_the_training(
 def test_a_disk_that_is_full_for_a_moment(
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is due is reported and tried again; what the script requests raises."""
+    """A checkpoint that is due is reported and tried again; what the script requests raises."""
     now, room = job().resume(), shutil.disk_usage(tmp_path)
     for step in now.steps():
         if step == 3:

@@ -1,4 +1,4 @@
-"""What a rank does between the loss of another one and the change that answers it."""
+"""A rank follows the change that answers a loss, also where it is about to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks share: kept by no failed preparation, and begun whatever the order in which threads prepare it."""
+"""Parts that ranks share are kept by no failed preparation, and begun whatever the order in which threads prepare it."""
 
 from pathlib import Path
 

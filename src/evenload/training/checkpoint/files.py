@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from evenload.errors import CheckpointError, DamagedError, UnwritableError
+from evenload.job.output import FULL_DISK_ERRORS
 from evenload.records import integrity
 from evenload.records.checkpoints import BEST_FILE, CHECKPOINT_FOLDER, checkpoint_folders, is_step_folder, step_folder
 from evenload.records.checkpoints import step_of as step_of
@@ -96,8 +97,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
     target = folder / CHECKPOINT_FOLDER
     if (free_bytes := shutil.disk_usage(target).free) < num_bytes:
         needs, free = (f"{size / 2**20:,.1f} MiB" for size in (num_bytes, free_bytes))
-        full = OSError(errno.ENOSPC, f"no space left: it needs {needs}, and {free} are free")
-        raise _unwritable(target, full)
+        raise _unwritable(target, OSError(errno.ENOSPC, f"no space left: it needs {needs}, and {free} are free"))
 
 
 def write(
@@ -347,7 +347,7 @@ def _unwritable(target: Path, error: BaseException) -> UnwritableError:
         reason = reason.__cause__ or reason.__context__
     shown = reason or error
     text = str(shown).splitlines()[0] if str(shown) else type(shown).__name__
-    is_full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = isinstance(reason, OSError) and reason.errno in FULL_DISK_ERRORS
     advice = "; free some room there, or keep fewer (keep=1)" if is_full else ""
     return UnwritableError(
         f"the checkpoint {target} can't be written: {text}; those before it are as they were{advice}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import shutil
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from evenload.job.output import FULL_DISK_ERRORS
 from evenload.records import checkpoints
 from evenload.records.checkpoints import BestCheckpoint
 from evenload.records.integrity import INFO_FILE, read_info, write_info
@@ -30,7 +30,7 @@ class Retention:
         """The metric of the checkpoint that is being written, or was."""
         self._trouble = ""
         """The error of the newest note or removal; a later one tries again."""
-        self._is_told = False
+        self._is_reported = False
         self._lock = threading.Lock()
         """For the files: a thread writes them too."""
 
@@ -80,7 +80,7 @@ class Retention:
 
     def take_trouble(self) -> str:
         """Return why a metric was not noted or old checkpoints were not removed, once until that succeeds; else empty text."""
-        text, self._is_told = "" if self._is_told else self._trouble, bool(self._trouble)
+        text, self._is_reported = "" if self._is_reported else self._trouble, bool(self._trouble)
         return text
 
     def end(self, *, complete: bool) -> None:
@@ -97,12 +97,12 @@ class Retention:
             try:
                 self._note(step, value, is_best=is_best)
             except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                is_full = error.errno in FULL_DISK_ERRORS
                 self._prune(step if is_best and is_full else None)  # makes room for the note
                 self._note(step, value, is_best=is_best)
             self._prune()
             if value is not None or self.best is None:
-                self._trouble, self._is_told = "", False
+                self._trouble, self._is_reported = "", False
         except OSError as error:
             self._trouble = f"checkpoint {step} is complete; noting its metric or removing old ones failed: {error}"
 

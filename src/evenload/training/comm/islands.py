@@ -16,7 +16,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Generation, Membership
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.pending import Pending
-from evenload.training.comm.store import late_connections, new_group
+from evenload.training.comm.store import new_group
 from evenload.training.comm.wire_groups import NUM_STAGES, WireGroups
 
 
@@ -102,9 +102,7 @@ class IslandGroups(Groups):
 
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         members = [self._world_ranks[rank] for rank in ranks]
-        with late_connections():
-            group = dist.new_group(members, self.limits.of(backend), backend, use_local_synchronization=True)
-        return group if isinstance(group, dist.ProcessGroup) else None
+        return new_group(members, backend, self.limits, members_alone=True)
 
 
 class IslandLink:

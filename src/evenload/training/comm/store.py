@@ -101,10 +101,14 @@ def wait_for_members(keys: Store, rank: int, world_size: int, limit_s: float, ch
         time.sleep(min(max(_POLL_S, waited_s / 100), 1.0))  # few bytes: a deadlock is known by them
 
 
-def new_group(ranks: Sequence[int], backend: str, limits: WaitLimits) -> dist.ProcessGroup | None:
-    """Make a group of Evenload's, on all ranks; None for a rank outside."""
+def new_group(
+    ranks: Sequence[int], backend: str, limits: WaitLimits, *, members_alone: bool = False
+) -> dist.ProcessGroup | None:
+    """Make a group of Evenload's, on all ranks or on its `members_alone`; None for a rank outside."""
     with late_connections():
-        group: object = dist.new_group(list(ranks), limits.of(backend), backend)
+        group: object = dist.new_group(
+            list(ranks), limits.of(backend), backend, use_local_synchronization=members_alone
+        )
     return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
 
 

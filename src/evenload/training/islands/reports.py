@@ -1,4 +1,4 @@
-"""What islands report to each other, beside the computation: no rank waits for a round trip of the link.
+"""`IslandReports`: send times and requests between islands beside the computation: no rank waits for a round trip.
 
     LEAD steps before it counts: a row of each rank -> half of them later rank 0 decides by all rows, and sends it -> the step
 
