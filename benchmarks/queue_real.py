@@ -5,7 +5,8 @@ an hour. Plain ones sleep for 1.5 to 12 minutes on one slot. Elastic ones train 
 a sample takes 8 ms (a wait, so that little is computed). The queue knows run times and numbers of steps beforehand. What a
 prediction needs besides is measured before, each in a job of its own: the time in which a job starts, steps a second on 1 and
 on 4 slots, the cost of a change of devices. Then the simulator gets the same submissions, specs and settings: nothing of the
-real run enters the prediction. ``--quick`` takes a 45th of all times (two minutes in all); there most of a job is its start.
+real run enters the prediction. The result also holds how many slots each job held, and from when. ``--quick`` takes a 45th of all
+times (two minutes in all); there most of a job is its start.
 
 Bars: mean completion time within 15 % of the predicted, and each job's within 15 % or 10 s.
 """
@@ -17,6 +18,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,8 @@ for epoch in range(loader.epoch, 100_000):
         break
 """
 
+Slots = dict[str, list[tuple[float, int]]]
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -123,8 +127,8 @@ def submissions(part: float) -> list[_Submission]:
     return sorted(found, key=lambda one: one.at_s)
 
 
-def predicted(workload: list[_Submission], measured: Measured) -> dict[str, float]:
-    """Return the completion times that the simulator predicts."""
+def predicted(workload: list[_Submission], measured: Measured) -> tuple[dict[str, float], Slots]:
+    """Return the completion times that the simulator predicts, and the slots of each job."""
     arrivals = []
     for one in workload:
         fields = one.spec(measured)
@@ -133,8 +137,20 @@ def predicted(workload: list[_Submission], measured: Measured) -> dict[str, floa
         spec = JobSpec(user="user", preemptible=one.is_elastic, **fields)
         make = timed_program(one.lasts_s, 1, measured.scaling, is_evenload=one.is_elastic)
         arrivals.append(JobArrival(one.at_s, one.name, spec, make))
-    outcome = simulate(arrivals, Conditions(devices_of(f"1x{_SLOTS}"), Settings(), interval_s=1.0))
-    return {job.job: job.jct_s for job in outcome.jobs}
+    log: list[events.QueueEvent] = []
+    outcome = simulate(arrivals, Conditions(devices_of(f"1x{_SLOTS}"), Settings(), interval_s=1.0), log)
+    return {job.job: job.jct_s for job in outcome.jobs}, {one.name: _slots(log, one.name) for one in workload}
+
+
+def _slots(log: Iterable[object], job: str, since_s: float = 0.0) -> list[tuple[float, int]]:
+    """Return how many slots a job held, each with the time from which it did, in seconds after `since_s`."""
+    held = []
+    for event in log:
+        if isinstance(event, events.Placed | events.Resized) and event.job == job:
+            held.append((round(event.time_s - since_s, 1), len(event.devices)))
+        elif isinstance(event, events.Yielded | events.Ended | events.Lost) and event.job == job:
+            held.append((round(event.time_s - since_s, 1), 0))
+    return held
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -146,9 +162,9 @@ def measure(quick: bool) -> dict[str, Any]:
     try:
         with connect(folder / "queue", start=True) as client:
             measured = _measure(client, folder)
-            expected_s = predicted(workload, measured)
+            expected_s, expected_slots = predicted(workload, measured)
             print(f"measured: {measured}", flush=True)
-            found_s = _run(client, folder, workload, measured)
+            found_s, found_slots = _run(client, folder, workload, measured)
     finally:
         with connect(folder / "queue", start=False) as client:
             if left := [job["id"] for job in client.call("list")["jobs"]]:
@@ -158,7 +174,14 @@ def measure(quick: bool) -> dict[str, Any]:
             client.call("stop")
         shutil.rmtree(folder, ignore_errors=True)
     jobs = [
-        {"job": one.name, "submitted_s": one.at_s, "predicted_s": expected_s[one.name], "real_s": found_s[one.name]}
+        {
+            "job": one.name,
+            "submitted_s": one.at_s,
+            "predicted_s": expected_s[one.name],
+            "real_s": found_s[one.name],
+            "predicted_slots": expected_slots[one.name],
+            "real_slots": found_slots[one.name],
+        }
         for one in workload
     ]
     ratio = mean(list(found_s.values())) / mean(list(expected_s.values()))
@@ -202,8 +225,10 @@ def _trained(client: Client, folder: Path, num_slots: int, num_steps: int) -> tu
     return ended_s[0] - 1.0 / rate - client.call("job", job=job)["job"]["submitted_s"], rate
 
 
-def _run(client: Client, folder: Path, workload: list[_Submission], measured: Measured) -> dict[str, float]:
-    """Submit the workload in its time; return the completion times once all have ended."""
+def _run(
+    client: Client, folder: Path, workload: list[_Submission], measured: Measured
+) -> tuple[dict[str, float], Slots]:
+    """Submit the workload in its time; return the completion times and the slots of each job once all have ended."""
     began_s, ids = time.monotonic(), {}
     for one in workload:
         time.sleep(max(0.0, began_s + one.at_s - time.monotonic()))
@@ -214,7 +239,9 @@ def _run(client: Client, folder: Path, workload: list[_Submission], measured: Me
             ids[one.name] = submit(client, folder, job_path(), ["sleep", str(one.lasts_s)], spec)
     for job in ids.values():
         _wait_for_end(client, folder / "queue", job)
-    return {name: _completion_s(client, job) for name, job in ids.items()}
+    first_s = client.call("job", job=ids[workload[0].name])["job"]["submitted_s"] - workload[0].at_s
+    slots = {name: _slots(entries(folder / "queue", job, events.JobEvent), job, first_s) for name, job in ids.items()}
+    return {name: _completion_s(client, job) for name, job in ids.items()}, slots
 
 
 def _submit_training(client: Client, folder: Path, num_steps: int, spec: dict[str, Any], name: str) -> str:
