@@ -173,7 +173,7 @@ def measure(quick: bool) -> dict[str, Any]:
                     _wait_for_end(client, folder / "queue", job, is_judged=False)
             client.call("stop")
         shutil.rmtree(folder, ignore_errors=True)
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {
             "job": one.name,
             "submitted_s": one.at_s,
