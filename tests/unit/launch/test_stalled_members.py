@@ -135,6 +135,8 @@ def test_a_rank_that_still_runs_long_after_another_has_ended_is_named_once(made,
     members, workers, lines = made
     poll(members, clock, 60)
     workers["worker-0"].code = workers["worker-1"].code = 0
+    poll(members, clock, 5)
+    clock.now_s += 60  # the launcher was stopped
     poll(members, clock, 25)
     assert lines == []
     poll(members, clock, 60)

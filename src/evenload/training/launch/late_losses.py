@@ -46,8 +46,8 @@ class LateLosses:
         """Return why the run fails: its last workers `have_ended`, but a lost one had not, or a change can't take effect."""
         now_s, before_s = time.monotonic(), self._looked_s
         self._looked_s = now_s
-        if self._since_s and now_s - before_s > _OVER_S:  # this process was stopped
-            self._since_s = now_s
+        if now_s - before_s > _OVER_S:  # this process was stopped
+            self._since_s, self._all_ran_s = now_s if self._since_s else 0.0, now_s
         is_late = self._since_s and decider.pending is not None and now_s - self._since_s > _OVER_S
         if (have_ended and decider.lost_late) or (is_late and self._has_closed(decider.members)):
             return self._cause or FailureCause(decider.losses[-1].reason, 1, time_s=time.time(), lost=True)
