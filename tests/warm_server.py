@@ -131,7 +131,7 @@ class _ForkedWorker:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from evenload.rendezvous.peer_monitor import PeerMonitor
 from evenload.training.launch import late_losses, run_members
-from evenload.training.launch.membership_messages import Finished, MessageChannel
+from evenload.training.launch.membership_messages import Finished, Leaving, LostWorker, MessageChannel
 from evenload.training.launch.run_members import RunMembers
-from tests.unit.launch.test_membership_decider import started
+from tests.unit.launch.test_membership_decider import started, switch_all
 
 NAMES = ("worker-0", "worker-1", "worker-2")
 
@@ -20,15 +20,16 @@ class Worker:
         self.channel = MessageChannel(ours, blocking=False)
         self.name = name
         self.stopped = self.killed = False
+        self.code = None
 
     def poll(self):
-        return None
+        return self.code
 
     def is_stopped(self):
         return self.stopped
 
     def kill(self):
-        self.killed = True
+        self.killed, self.code = True, -9
 
     def read_failure(self):
         return None
@@ -105,6 +106,90 @@ def test_a_stalled_rank_is_waited_for_where_the_run_cannot_start_again(made, clo
     assert members.end_cause is None and not workers["worker-2"].killed
     [line] = [line for line in lines if "they can't go on without it: the training loop has ended" in line]
     assert "rank 2 (cpu) does not respond" in line
+
+
+def test_the_run_fails_once_the_others_have_ended_and_one_is_stopped(made, clock):
+    members, workers, _ = made
+    members._receive(members._decider, Finished("worker-1"))
+    close_run(workers["worker-1"], members)
+    workers["worker-2"].stopped = True
+    workers["worker-0"].code = 0
+    poll(members, clock, 6.0)
+    assert members.end_cause is None, "worker-1 may export for hours"
+    workers["worker-1"].code = 0
+    poll(members, clock, 1.0)
+    assert "rank 2 (cpu) does not respond" in members.end_cause.text
+
+
+def test_a_rank_that_is_stopped_before_training_fails_the_run_in_the_end(made, clock):
+    members, workers, lines = made
+    members._decider = started(3, capable=False)
+    workers["worker-1"].stopped = True
+    poll(members, clock, 590)
+    assert members.end_cause is None and "training has not begun" in "".join(lines)
+    poll(members, clock, 15)
+    assert "rank 1 (cpu) does not respond" in members.end_cause.text
+
+
+def test_a_rank_that_still_runs_long_after_another_has_ended_is_named_once(made, clock):
+    members, workers, lines = made
+    poll(members, clock, 60)
+    workers["worker-0"].code = workers["worker-1"].code = 0
+    poll(members, clock, 5)
+    clock.now_s += 60  # the launcher was stopped
+    poll(members, clock, 25)
+    assert lines == []
+    poll(members, clock, 60)
+    assert lines == ["rank 2 (cpu) still runs, 30 s after another has ended; the run ends with it"]
+
+
+def test_a_rank_that_is_stopped_before_it_could_leave_is_left_behind(made, clock):
+    members, workers, lines = made
+    members._act(members._decider.request_leave("worker-1"))
+    workers["worker-1"].stopped = True
+    poll(members, clock, 5.0)
+    change = members._decider.pending
+    assert workers["worker-1"].killed and change.urgent and change.workers == ("worker-0", "worker-2")
+    assert "rank 1 (cpu) does not respond: its process has been stopped (SIGSTOP) for 4.0 s; 2 ranks go on" in lines
+
+
+def test_a_worker_that_is_stopped_after_it_has_left_is_killed(made, clock):
+    members, workers, lines = made
+    change = members._decider.request_leave("worker-1")[0].change
+    members._receive(members._decider, Leaving("worker-1"))
+    workers["worker-1"].stopped = True
+    switch_all(members._decider, change)
+    poll(members, clock, 5.0)
+    assert workers["worker-1"].killed and members._decider.pending is None
+    assert lines == [
+        "cpu, which had left, does not end: its process has been stopped (SIGSTOP) for 4.0 s; it is killed"
+    ]
+
+
+def test_a_joining_worker_that_is_stopped_is_started_again(made, clock):
+    members, workers, lines = made
+    name = members._decider.request_join(members._decider.places["worker-0"])[0].worker
+    members._workers[name] = workers[name] = Worker(name)
+    workers[name].stopped = True
+    begun = []
+    members._start_joiner = lambda decider, start: begun.append(start.worker)
+    poll(members, clock, 5.0)
+    assert workers[name].killed and len(begun) == 1
+    assert lines[0].startswith("the joining cpu does not respond: its process has been stopped (SIGSTOP) for 4.0 s bef")
+
+
+def test_a_launcher_that_was_stopped_blames_no_change_for_it(made, clock):
+    members, workers, _ = made
+    members._receive(members._decider, Finished("worker-1"))
+    close_run(workers["worker-1"], members)
+    workers["worker-2"].stopped = True
+    members._late.note(members._decider, {"worker-2": None})
+    members._act(members._decider.lost([LostWorker("worker-2", "lost", 0.0)]))
+    clock.now_s += 60
+    members.poll()
+    assert members.end_cause is None
+    poll(members, clock, 3.0)
+    assert members.end_cause is not None
 
 
 def test_a_change_after_a_stall_that_cannot_take_effect_fails_the_run(made, clock):

@@ -27,6 +27,7 @@ from evenload.training.comm.generation import Membership
 from evenload.training.elastic.changes import MembershipChanges
 from evenload.training.elastic.stall_watch import StallWatch
 from evenload.training.elastic.transfer import CheckpointSchedule, StateTransfer
+from evenload.training.launch.left import watch_end
 from evenload.training.launch.membership_messages import (
     Capable,
     Finished,
@@ -144,6 +145,7 @@ class Members(StepListener):
         self._schedule.collect(waits=True)  # the next rank 0 may write one at once
         self._context.recorder.hand_over()
         self._changes.send(Leaving(self._worker))
+        watch_end()
         raise SystemExit(0)
 
     # -- collectives outside of a backward ------------------------------------------------------------------------------

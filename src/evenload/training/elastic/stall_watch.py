@@ -17,6 +17,7 @@ from evenload.training.elastic import own_wait
 from evenload.training.elastic.own_wait import OwnWait
 from evenload.training.launch.failure import is_users_file
 from evenload.training.launch.membership_messages import Activity, Message, Waits
+from evenload.training.launch.stalls import WORKS
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
@@ -29,8 +30,8 @@ _NUM_KEPT = 500
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _FIRST_ON_GPU_S = 300.0
 """A GPU that hangs keeps a core busy, as one that computes its first steps does; it is left out after so long."""
-_WORKS, _WORKED_S = 0.05, 5.0
-"""A process that computes uses at least this part of a core within so many seconds, on a machine with much to do, too."""
+_WORKED_S = 5.0
+"""A process that computes uses at least `WORKS` of a core within so many seconds."""
 _COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
@@ -142,7 +143,7 @@ class StallWatch(StepListener):
     def _works(self) -> bool:
         """Return whether this process has computed lately."""
         used_s, now_s = time.process_time(), time.monotonic()
-        if used_s - self._used_s >= _WORKS * (now_s - self._looked_s):
+        if used_s - self._used_s >= WORKS * (now_s - self._looked_s):
             self._worked_s = now_s
         self._used_s, self._looked_s = used_s, now_s
         return now_s - self._worked_s < _WORKED_S

@@ -137,6 +137,11 @@ class MembershipDecider:
         return () if change is None or not change.urgent else tuple({*change.workers} - self._switched)
 
     @property
+    def expected(self) -> tuple[str, ...]:
+        """Those that the others wait for: the members, and workers whose leave has not taken effect."""
+        return tuple(dict.fromkeys((*(one for one in self._effective if one not in self._lost), *self.members)))
+
+    @property
     def num_restarts(self) -> int:
         """At the place that has had most, without workers that have not joined."""
         joining = Counter(self.places[name].index for name in (*self._joiners, *(s.worker for s in self._to_start)))
@@ -192,8 +197,9 @@ class MembershipDecider:
         return bool(self._pending or self._joiners or self._leaving or self._to_start)
 
     def rank_of(self, worker: str) -> int:
-        """Return the rank of a member, or the one that a joiner would get."""
-        return self.members.index(worker) if worker in self.members else len(self.members)
+        """Return the rank of a member, the one that a worker leaves, or the one that a joiner would get."""
+        known = next((names for names in (self.members, self._effective) if worker in names), (*self.members, worker))
+        return known.index(worker)
 
     def leaves(self, worker: str) -> bool:
         """Return True for a worker that was requested to leave: its end with exit code 0 is no loss."""
@@ -249,8 +255,7 @@ class MembershipDecider:
         self._leaving = [other for other in self._leaving if other != worker]
         if worker not in self._effective or worker in self._lost:
             return []
-        rank = (self.members if worker in self.members else self._effective).index(worker)
-        text = f"rank {rank} ({self.places[worker].device}) has left"
+        text = f"rank {self.rank_of(worker)} ({self.places[worker].device}) has left"
         self._lost[worker] = LostWorker(worker, text, 0.0)  # also for a change that replaces the one with which it left
         if self._pending is None or worker in self._pending.workers:
             if why := self.why_not_without([worker]):

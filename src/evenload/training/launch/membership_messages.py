@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from evenload.errors import LaunchError
 
@@ -146,9 +146,7 @@ class Finished:
 
 
 Message = MembershipChange | Capable | Ready | Switched | Activity | Waits | Leaving | Finished
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (MembershipChange, Capable, Ready, Switched, Activity, Waits, Leaving, Finished)
-}
+_KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _NAMES = ("workers", "joined", "left", "device_names")
 
 

@@ -19,6 +19,8 @@ from evenload.training.launch.failure import FailureReport, describe_end, prepar
 from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.output import WorkerOutputs
 
+_KILL_S = 3.0
+
 
 def worker_variables(spec: WorkerSpec, path: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a worker, from that of its launcher and its file."""
@@ -96,6 +98,12 @@ class WorkerProcess(SessionProcess):
         now_s = time.monotonic()
         self._held_since_s = (self._held_since_s or now_s) if self.is_stopped() else 0.0
         return now_s - self._held_since_s if self._held_since_s else 0.0
+
+    def kill(self) -> None:  # the system can't end one that waits for a device or a file server that hangs
+        if self.poll() is None:
+            self.kill_group()
+            with suppress(subprocess.TimeoutExpired):
+                self.code = self._process.wait(_KILL_S)
 
     def go(self) -> None:
         # `poll` finds a worker that has already ended.

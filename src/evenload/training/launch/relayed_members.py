@@ -12,7 +12,7 @@ from evenload.rendezvous.peer_monitor import COORDINATOR, CoordinatorChanged, Pe
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.host_workers import HostWorkers, can_change
-from evenload.training.launch.membership_messages import Finished, MembershipChange, Ready, from_line, to_line
+from evenload.training.launch.membership_messages import Finished, Leaving, MembershipChange, Ready, from_line, to_line
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import UNREADABLE, state_content
 
@@ -83,7 +83,7 @@ class RelayedMembers:
             return
         process.channel.flush()
         for message in process.channel.receive():
-            if isinstance(message, Ready | Finished):
+            if isinstance(message, Ready | Finished | Leaving):
                 self.said[process.spec.worker, type(message).__name__] = to_line(message)
             self._peers.send(COORDINATOR, "from_worker", worker=process.spec.worker, line=to_line(message))
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from evenload.errors import LaunchError
-from evenload.job import EXIT_CODE
 from evenload.job.processes import cpu_s_of
 from evenload.rendezvous.peer_monitor import (
     FailureCause,
@@ -26,7 +25,7 @@ from evenload.rendezvous.peer_monitor import (
 )
 from evenload.training.launch.devices import RankDevice, parse_devices, read_host
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.failure import FailureReport, describe_end
+from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.late_losses import LateLosses
 from evenload.training.launch.membership_decider import (
@@ -45,12 +44,14 @@ from evenload.training.launch.membership_messages import (
     Activity,
     Capable,
     Finished,
+    Leaving,
     LostWorker,
     Message,
     Ready,
     Switched,
     Waits,
 )
+from evenload.training.launch.outside_workers import OutsideWorkers
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
 from evenload.training.launch.restarts import cause_of
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 _SILENCE_S = 5.0
 """A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
+_GIVEN_UP_S = 600.0
+"""The run fails once a member has been stopped for so long, if the others can't go on without it."""
 _ANNOUNCE_S = 0.5
 """Between two looks for something to announce that no instruction came with."""
 
@@ -91,6 +94,7 @@ class RunMembers:
         self._announced_s = 0.0
         self._ends = False
         self._late = LateLosses(self._workers)
+        self._outside = OutsideWorkers(self._workers, self._forget, self._act, self.where, self._print)
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
 
@@ -136,6 +140,10 @@ class RunMembers:
     def rank_of(self, worker: str) -> int:
         return self._workers[worker].spec.rank if self._decider is None else self._decider.rank_of(worker)
 
+    def has_left(self, worker: str) -> bool:
+        """Return whether nobody expects anything of a worker any more: how it ends is no matter."""
+        return self._decider is not None and worker not in self._decider.expected
+
     def describe(self) -> list[str]:
         """Describe each member in one line."""
         names = self._decider.members if self._decider is not None else ()
@@ -159,8 +167,8 @@ class RunMembers:
             for message in process.channel.receive():
                 self._receive(decider, message)
         self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
-        self._poll_joiners(decider)
-        self._poll_leavers(decider)
+        self._late.name_running(decider, self._print)
+        self._outside.poll(decider, [name for name in self._workers if name not in self._gone])
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
         elif may_lose(self._host.folder):
@@ -288,27 +296,37 @@ class RunMembers:
             self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins(message.worker)
+        elif isinstance(message, Leaving):
+            self._act(decider.ended(message.worker))
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
-        """Kill members that stall the others, if they can go on without them or start again; print a line otherwise."""
-        members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
-        stopped = [name for name in members if self._workers[name].is_stopped()]
+        """Kill workers that are stopped, and members that stall the others, if these can go on without or start again."""
+        known = [name for name in self._workers if name not in self._gone and not self._machines.is_quiet(name)]
+        members = [name for name in decider.expected if name in known]
+        stopped = [name for name in known if self._workers[name].is_stopped()]
         found = self._stalls.judge(members, stopped, now_s, decider.awaited)
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
-        if found.deadlock_s and len(members) == len(decider.members):
+        if found.deadlock_s and len(members) == len(decider.expected):
             text = self._stalls.describe_deadlock(members, self.where, found.deadlock_s)
             self.end_cause = self.end_cause or FailureCause(text, 1, time_s=time.time())
         losses: list[LostWorker] = []
         for name, reason in found.stalled.items():
             if self._workers[name].poll() is not None:
                 continue  # its end is dealt with
+            if name not in members:
+                self._outside.end(decider, name, reason)
+                continue
             text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
             names = [*(loss.worker for loss in losses), name]
             why = decider.why_not_without(names) or self._late.why_not(decider, names)
             if not why or self._can_start_again():
                 losses.append(LostWorker(name, text, time.time()))
-            elif found.is_too_long:
+            elif (
+                found.is_too_long
+                or (found.stopped_s >= _GIVEN_UP_S and why != LOOP_ENDED)
+                or all(self._workers[other].poll() is not None for other in known if other not in found.stalled)
+            ):
                 self.end_cause = self.end_cause or FailureCause(
                     f"{text}\nthe run can't go on: {why}", 1, time_s=time.time()
                 )
@@ -334,36 +352,6 @@ class RunMembers:
 
     # -- processes ------------------------------------------------------------------------------------------------------
 
-    def _poll_joiners(self, decider: MembershipDecider) -> None:
-        for name in decider.joiners:
-            process = self._workers.get(name)
-            if process is None or name in decider.members:  # not started yet; a member's end is dealt with in `absorb`
-                continue
-            report, code = process.read_failure(), process.poll()
-            if report is None and code is None:
-                continue
-            report = report or process.read_failure()
-            self._forget(name)
-            if report is None and code in (0, EXIT_CODE):
-                text, restart = f"{self.where(name)} ended before its first step", False
-            else:
-                failure = report or describe_end(decider.rank_of(name), code or 1, process.ended_s)
-                text, restart = failure.sentence(f"the joining {self.where(name)}"), failure.lost
-            self._act(decider.lost([LostWorker(name, text, time.time())], restart))
-
-    def _poll_leavers(self, decider: MembershipDecider) -> None:
-        for name, process in list(self._workers.items()):
-            if name in self._gone or (name in decider.members and not decider.leaves(name)):
-                continue
-            if name in decider.joiners or process.poll() is None:
-                continue
-            if process.code == 0 or name not in decider.members:
-                self._gone.add(name)
-                self._act(decider.ended(name))
-            if process.code and name in self._gone:
-                failure = process.read_failure() or describe_end(0, process.code or 1, 0.0)
-                self._print(failure.sentence(f"{self.where(name)}, which had left,"))
-
     def _start_joiner(self, decider: MembershipDecider, start: StartWorker) -> None:
         place, fields = start.place, decider.fields_of_joiner(start)
         if place.node == self._node:
@@ -381,6 +369,8 @@ class RunMembers:
         """Kill a worker, if it still runs, whose end is dealt with."""
         self._gone.add(name)
         self._workers[name].kill()
+        if self._workers[name].poll() is None:
+            self._print(f"{self.where(name)}: the system does not end its process: it waits for a device or a disk")
         self._workers[name].close()
 
     def _act(self, instructions: Sequence[Instruction]) -> None:

@@ -30,7 +30,9 @@ _SAME_WAIT = 0.8
 """A stalled rank entered its segment at most a little later than the others began to wait."""
 _ABSENT_S = 30.0
 """A wait for the script's own code on one rank is reported after so long."""
-_SILENT_S, _WORKS = 10.0, 0.05
+WORKS = 0.05
+"""A process that computes uses at least this part of a core, on a machine with much to do, too."""
+_SILENT_S = 10.0
 """A worker that has not reported for so long is seen by the part of a core that it uses."""
 _OWN_CODE = "it has been in the script's own code"
 _SILENT = "none of its threads of Python has run"
@@ -45,6 +47,8 @@ class StallFindings:
     """Workers for whose own code the others wait for long, each reported once in a wait."""
     is_too_long: bool
     """The others have waited for those that stall so long that they don't go on waiting."""
+    stopped_s: float
+    """The longest time for which one of those that stall has been stopped."""
     deadlock_s: float
     """Seconds for which all have waited for one another while nothing moved; 0 if they don't."""
 
@@ -81,7 +85,7 @@ class StallMonitor:
     def judge(
         self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
     ) -> StallFindings:
-        """Return the members that stall the others; `stopped` are stopped now, and the repair of a loss waits for `awaited`."""
+        """Return who stalls; `stopped`: members and others that are stopped now; the repair of a loss waits for `awaited`."""
         if was_halted := now_s - self._judged_s > _LONGEST_GAP_S:
             for known in (self._stopped_since_s, self._awaited_since_s, self._waits):
                 known.clear()
@@ -89,7 +93,8 @@ class StallMonitor:
             self._activities[name] = replace(self._activities[name][0], stuck_s=0.0), now_s
         self._judged_s = now_s
         stalled: dict[str, str] = {}
-        if len(stopped) < len(members):  # whoever stops all of them means it
+        stopped_s = 0.0
+        if not {*members} <= {*stopped}:  # whoever stops all of them means it
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
             held_up = [name for name in stopped if name in awaited]
             self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
@@ -97,6 +102,7 @@ class StallMonitor:
                 if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
                     text = f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s"
                     stalled[name] = text + self._where(name)
+                    stopped_s = max(stopped_s, now_s - since_s)
         waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
         waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
         in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)
@@ -115,7 +121,7 @@ class StallMonitor:
             what = _SILENT if waits_too else _IN_STEP.get(activity.segment)
             hangs = what in _IN_STEP.values() and seconds >= _SAME_WAIT * in_step_s
             if is_too_long and not hangs:
-                is_idle = self._used_s(name) - self._used_before_s[name] < _WORKS * silent_s
+                is_idle = self._used_s(name) - self._used_before_s[name] < WORKS * silent_s
                 hangs = activity.segment == "data" or (is_idle and silent_s > _SILENT_S and in_step_s < math.inf)
             if hangs:
                 if not activity.excuse:
@@ -123,7 +129,7 @@ class StallMonitor:
             elif waits_s >= _ABSENT_S and name not in self._reported:
                 self._reported.add(name)
                 absent[name] = f"{what or _OWN_CODE} for {seconds:.0f} s{self._where(name)}"
-        return StallFindings(stalled, absent, is_too_long, self._deadlock_s(members, now_s))
+        return StallFindings(stalled, absent, is_too_long, stopped_s, self._deadlock_s(members, now_s))
 
     def _deadlock_s(self, members: Sequence[str], now_s: float) -> float:
         known = [self._activities[name] for name in members if name in self._activities]

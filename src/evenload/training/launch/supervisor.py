@@ -8,11 +8,9 @@ the rendezvous and stay connected; the coordinator decides the cause of a failur
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +27,7 @@ from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
 from evenload.training.launch.host_workers import HostWorkers, can_change, open_files_named
+from evenload.training.launch.launch_folder import launch_folder
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.queue_devices import QueueDevices
@@ -84,14 +83,13 @@ def launch(
             workers = plan(following, host)
             for problem in host.problems:
                 _print(problem)
-            folder = Path(tempfile.mkdtemp(prefix="evenload-"))
-            supervisor = _Supervisor(following, folder, report)
-            supervisor.received_signals = received
-            try:
-                code = supervisor.run(workers, own_cores(workers, host))
-            finally:
-                supervisor.close()
-                shutil.rmtree(folder, ignore_errors=True)
+            with launch_folder() as folder:
+                supervisor = _Supervisor(following, folder, report)
+                supervisor.received_signals = received
+                try:
+                    code = supervisor.run(workers, own_cores(workers, host))
+                finally:
+                    supervisor.close()
             following = supervisor.following
     if exits_afterwards and supervisor.store_is_starting:
         end_process(code)  # the interpreter would wait seconds for the import of torch
@@ -318,16 +316,18 @@ class _Supervisor:
             return [cause_of_loss(cut_off)]
         if not isinstance(self._members, RunMembers):
             return []
-        self._lost.end_hanging(self._members.workers)
+        workers = {worker.spec.worker: worker for worker in self._members.workers}
+        self._lost.end_hanging(workers.values())
         failures = {
-            worker.spec.worker: failure
-            for worker in self._members.workers
-            if worker.spec.worker not in self._causes_by_worker and (failure := self._failure(worker)) is not None
+            name: failure
+            for name, worker in workers.items()
+            if not self._members.has_left(name)
+            and worker.spec.worker not in self._causes_by_worker
+            and (failure := self._failure(worker)) is not None
         }
         rest = self._members.absorb(failures)
         if rest is None:
             failures, rest = {}, ""
-        workers = {worker.spec.worker: worker for worker in self._members.workers}
         for name, failure in failures.items():
             if self._lost.takes(workers[name], failure):
                 continue

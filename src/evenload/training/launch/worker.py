@@ -44,6 +44,7 @@ from evenload.training.launch.failure import (
     write_whole_traceback,
 )
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
+from evenload.training.launch.left import join_threads
 from evenload.training.launch.print_once import is_printed_elsewhere
 from evenload.training.launch.stack_room import with_room
 from evenload.training.launch.stop_status import StopStatus
@@ -325,7 +326,7 @@ def _exit(code: int, spec: WorkerSpec) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _limit_clean_up(code)
     else:
-        _join_threads()
+        join_threads()
         stop_status.write(spec.launch_dir, spec.worker, StopStatus.EXITING)
     error = _run_callbacks()
     if error is not None and not code:
@@ -365,13 +366,6 @@ def end_process(code: int) -> NoReturn:
         with suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-def _join_threads() -> None:
-    # As the interpreter does at its end.
-    for thread in threading.enumerate():
-        if not thread.daemon and thread not in (threading.current_thread(), threading.main_thread()):
-            thread.join()
 
 
 def _run_callbacks() -> BaseException | None:

@@ -1,0 +1,32 @@
+"""The folder of a launch; that of a launcher that was killed is removed by the next one: a lock ends with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX, _LOCK, _NEW_S = "evenload-run-", "lock", 60.0
+
+
+@contextmanager
+def launch_folder() -> Iterator[Path]:
+    """Yield a new folder, and remove it at the end; OSError: there can be none."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        with (folder / _LOCK).open("w") as own:
+            with suppress(OSError):  # a file system without locks: nothing is removed
+                fcntl.flock(own, fcntl.LOCK_EX)
+            for path in folder.parent.glob(f"{_PREFIX}*/{_LOCK}"):
+                with suppress(OSError), path.open() as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - os.fstat(other.fileno()).st_mtime > _NEW_S:  # a new one may not be locked yet
+                        shutil.rmtree(path.parent, ignore_errors=True)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

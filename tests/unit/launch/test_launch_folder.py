@@ -1,0 +1,28 @@
+"""Folders of launches: none is left, also of a launcher that was killed."""
+
+import os
+import tempfile
+import time
+
+from evenload.training.launch.launch_folder import launch_folder
+
+
+def age(folder):
+    os.utime(folder / "lock", (time.time() - 3600,) * 2)
+
+
+def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, call = tmp_path / "evenload-run-killed", tmp_path / "evenload-call-mine"
+    for folder in (killed, call):
+        folder.mkdir()
+        for name in ("lock", "stop-worker-0"):
+            (folder / name).touch()
+    age(call)
+    with launch_folder() as running:
+        assert running.parent == tmp_path and killed.exists(), "it may be a launch that has just begun"
+        age(running)
+        age(killed)
+        with launch_folder():
+            assert not killed.exists() and running.exists()
+    assert [*tmp_path.iterdir()] == [call]
