@@ -381,7 +381,7 @@ def _odd_tensors(folder: str) -> float:
     losses = []
     for step in loader:
         losses.append(
-            step.backward(lambda batch: torch.func.functional_call(skeleton, parameters, batch).square().mean())
+            step.backward(lambda batch: torch.func.functional_call(skeleton, parameters, tuple(batch)).square().mean())
         )
         model.zero_grad()
     run.close()
