@@ -276,3 +276,34 @@ def test_a_converted_module_looks_pickles_and_copies_as_the_users(kind: type[nn.
     assert torch.equal(deep.running_mean, module[0].running_mean)
     batchnorm.restore(module)
     assert type(module[0]) is kind
+
+
+def _evaluate(folder: str) -> list[Any]:
+    """In training mode over this rank's batches, of the model and of an average; then of all batches, over the plain loader."""
+    run = evenload.init(project_dir=folder, seed=0, balance=(5, 3))
+    model, _ = run.prepare(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), _rows())
+    found: list[Any] = []
+    for net in (model, average := torch.optim.swa_utils.AveragedModel(model)):
+        try:
+            torch.optim.swa_utils.update_bn(run.batches(_rows()), net)
+        except EvenloadError as error:
+            found.append(str(error))
+    torch.optim.swa_utils.update_bn(_rows(), average)
+    found.append(average.module[1].running_mean)
+    model.eval()
+    found.append(sum(len(model(x)) for (x,) in run.batches(_rows())))
+    run.close()
+    return found
+
+
+def _rows() -> Any:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
+
+
+def test_training_mode_in_an_evaluation_is_refused(tmp_path: Path) -> None:
+    (*told, mean, num), (*told_too, other_mean, other_num) = run_ranks(_evaluate, 2, str(tmp_path))
+    assert len(told) == 2 and told == told_too
+    assert all("BatchNorm1d ran in training mode in a loop over run.batches" in one for one in told)
+    assert torch.equal(mean, other_mean)  # every rank reads all of a plain loader
+    assert num + other_num == 16

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
+import evenload
 from evenload.errors import ConfigError, StepError
+from evenload.testing import run_ranks
 from tests.ranks.exact.ranks import run_split
 from tests.ranks.wrong_uses import jobs
 from tests.ranks.wrong_uses.jobs import Job, told_by_ranks
@@ -360,3 +363,30 @@ def _features_that_nobody_froze(run):
 def test_features_that_nobody_froze_are_fine(tmp_path, init):
     alone = _features_that_nobody_froze(init())
     assert told_by_ranks(_features_that_nobody_froze, tmp_path / "two") == [pytest.approx(alone, rel=1e-5)] * 2
+
+
+def _odd_tensors(folder: str) -> float:
+    """As `torch.func` ensembles have it, a module on `meta` that is called; and a view that torch refuses to look at."""
+    run = evenload.init(project_dir=folder, seed=0)
+    weight = nn.Parameter(torch.ones(2))
+    base = torch.ones(2)
+    with torch.no_grad():
+        view = base.view(-1)
+    base.mul_(weight)
+    with pytest.raises(RuntimeError, match="view was created in no_grad mode"):
+        _ = view.is_leaf
+    model, loader = run.prepare(nn.Linear(4, 1), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4))
+    skeleton = nn.Linear(4, 1, device="meta")
+    parameters = dict(model.named_parameters())
+    losses = []
+    for step in loader:
+        losses.append(
+            step.backward(lambda batch: torch.func.functional_call(skeleton, parameters, tuple(batch)).square().mean())
+        )
+        model.zero_grad()
+    run.close()
+    return float(losses[0])
+
+
+def test_tensors_that_can_not_be_looked_at_are_left_alone(tmp_path):
+    assert len(set(run_ranks(_odd_tensors, 2, str(tmp_path)))) == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from evenload.errors import LaunchError
 from evenload.training.comm.backend import InnerRanks, inner_ranks
 from evenload.training.launch.environment import WorkerSpec, detect
+from evenload.training.launch.process import worker_variables
 from evenload.training.launch.slurm import expand_hosts, read_task
 
 STEP = {
@@ -166,3 +168,9 @@ def test_ranks_with_a_gpu_of_their_own_sum_over_nccl(rows: list[tuple[str, int]]
     assert inner == InnerRanks(ranks, "nccl" if ranks else "gloo")
     assert inner.backend_of(range(len(rows))) == ("nccl" if len(ranks) == len(rows) else "gloo")
     assert inner.backend_of(ranks) == inner.backend
+
+
+def test_sets_of_words_have_one_order_in_all_workers() -> None:
+    spec = WorkerSpec(rank=0, world_size=1, device="cpu")
+    assert worker_variables(spec, Path("w.json"), {})["PYTHONHASHSEED"] == "0"
+    assert worker_variables(spec, Path("w.json"), {"PYTHONHASHSEED": "7"})["PYTHONHASHSEED"] == "7"

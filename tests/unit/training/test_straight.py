@@ -272,6 +272,7 @@ def test_each_step_draws_by_its_own_seeds_and_leaves_the_scripts_generators(
     assert drawn == {index: random.Random(mix(3, index, 0, 0, 0)).random() for index in range(33)}
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn returned a loss other than 0 with the weight 0")
 @pytest.mark.parametrize("error", [ValueError, StepError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_no_statistics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

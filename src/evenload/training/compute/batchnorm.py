@@ -10,14 +10,16 @@ The process groups are not attributes of a module, since a deepcopy would raise;
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from evenload.errors import StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm_kernels as kernels
@@ -84,6 +86,19 @@ class Active:
         _current = self._before
 
 
+_evaluations: list[int] = []
+
+
+@contextlib.contextmanager
+def in_evaluation(num_ranks: int) -> Iterator[None]:
+    """Refuse training mode outside of a step in the body, a loop over `run.batches`: each rank has a part of the data."""
+    _evaluations.append(num_ranks)
+    try:
+        yield
+    finally:
+        _evaluations.pop()
+
+
 class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Mixin before a BatchNorm class whose training forward takes the statistics over all ranks."""
 
@@ -91,6 +106,11 @@ class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         statistics = _current
         # Without running statistics torch takes the batch's in eval mode too.
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if statistics is None and self.training and max(_evaluations, default=1) > 1:
+            raise StepError(
+                f"{type(self).__name__} ran in training mode in a loop over run.batches: its statistics would be those of this "
+                "rank's part. Call model.eval() before; to compute them anew (update_bn), loop over the plain DataLoader itself"
+            )
         if statistics is None or statistics.world_size == 1 or not of_batch:
             plain: torch.Tensor = super().forward(input)
             return plain

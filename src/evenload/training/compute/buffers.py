@@ -66,6 +66,11 @@ class BufferGuard:
         if self._saved:
             self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
 
+    def changed(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the names and copies of the buffers that have changed since the last `save`."""
+        now = ((saved.name, saved.module._buffers.get(saved.name)) for saved in self._saved if saved.changed)
+        return [(name, value.detach().clone()) for name, value in now if value is not None]
+
     def drop(self) -> None:
         self._saved = []
 

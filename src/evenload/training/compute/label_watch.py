@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,15 +27,26 @@ _KEEPS_A_SUM = (
 """Operations after which a sum over samples is still one."""
 
 
+_ZERO_WEIGHT = (
+    "loss_fn returned a loss other than 0 with the weight 0: these samples count for nothing. For a sum over all samples divided "
+    "by the number of some (focal loss by positives) that is wrong: use batch_loss (docs/loss-function.md#which-weight)"
+)
+
+
 class LabelWatch:
-    """Checks the first micro-batches only."""
+    """Checks the first micro-batches, and all for a loss that counts for nothing."""
 
     def __init__(self) -> None:
         self._left = 3
+        self._has_seen_zero = False
         self._lock = threading.Lock()
 
     def check(self, data: Any, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
         """Check the data, the loss and its weight, if it came with one, of a micro-batch."""
+        if type(weight) is float and not weight and not self._has_seen_zero:
+            self._has_seen_zero = bool(number := float(loss.detach())) and math.isfinite(number)
+            if self._has_seen_zero:
+                warn_once(_ZERO_WEIGHT)
         if not self._left:
             return
         with self._lock:  # replicas check concurrently

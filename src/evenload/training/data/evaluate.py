@@ -27,7 +27,7 @@ from evenload.training.data.batches import move
 from evenload.training.data.gather import EvaluationParts
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.prefetch import Prefetcher
-from evenload.training.data.reading import ReadTask, read_settings
+from evenload.training.data.reading import PartialRead, ReadTask, read_settings
 from evenload.training.data.stream import StreamBatch, StreamReader, check_same_stream
 
 _persistent_readers: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDictionary()
@@ -191,7 +191,7 @@ def _map_batches(
             for task, places in zip(tasks, own, strict=True):
                 batch = reader.get(task)
                 parts.add(_runs(places))
-                yield batch
+                yield batch.data if type(batch) is PartialRead else batch
             now = members.end_round()
             if not now or not (lost := [worker for worker in batches if worker not in now]):
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ import torch
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.foreign_names import STEP_ELSEWHERE
-from evenload.training.data.batches import MicroBatch, move
+from evenload.training.data.batches import MicroBatch, leaves_of, move
 from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
+from evenload.training.data.reading import PartialRead
 from evenload.training.data.tuning import ReadSettings
 from evenload.wrong_calls import unknown_attribute
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class GlobalBatch:
         self._read = read
         self._recut = on_replan
         self._held: dict[tuple[int, int], Any] = {}
+        self._versions: dict[tuple[int, int], list[int]] = {}  # of tensors when the user's code received them
         self._first: CopiedAhead | None = None
         self.copy_next = copy_next
         """Starts to copy the first micro-batch of the next step to a GPU; called when the last one of this step computes."""
@@ -68,7 +73,7 @@ class GlobalBatch:
     def following(self, plan: StepPlan, global_step: int) -> GlobalBatch:
         """Return the batch of the next step, which is read as this one by the same ranks."""
         later = object.__new__(GlobalBatch)
-        later.__dict__.update(vars(self), plan=plan, global_step=global_step, _held={}, _first=None)
+        later.__dict__.update(vars(self), plan=plan, global_step=global_step, _held={}, _versions={}, _first=None)
         return later
 
     def __getattr__(self, name: str) -> Any:
@@ -104,22 +109,26 @@ class GlobalBatch:
     def micro(self, micro_index: int, rank: int | None = None, device: torch.device | None = None) -> MicroBatch:
         """Return a rank's part of micro-batch `micro_index`, on its device; by default this rank's.
 
-        Samples are read once and kept on the host until the step ends, so every call returns the same samples, in new
-        containers. A rank without samples gets one real sample of the slice, marked idle.
+        Samples are kept on the host until the step ends, and read again if the user's code has changed them in place, so every
+        call returns the same, in new containers. A rank without samples gets one real sample of the slice, marked idle.
         """
         rank = self._ranks[0] if rank is None else rank
-        low, high = read_span(self.plan, micro_index, rank)
-        num_samples = self.plan.micro[micro_index][rank]
-        if (low, high) not in self._held:
-            self._held[low, high] = self._read(low, high)
-        device = device or self._device
-        if device.type == "cpu":  # nothing to copy
-            return MicroBatch(move(self._held[low, high], device), num_samples, idle=num_samples == 0)
-        if self._first is not None and (self._first.span, self._device) == ((low, high), device):
+        span = read_span(self.plan, micro_index, rank)
+        num_samples, device, held = self.plan.micro[micro_index][rank], device or self._device, self._held
+        if span not in held or (span in self._versions and self._versions[span] != _versions(held[span])):
+            held[span] = self._read(*span)
+        if device.type == "cpu":  # nothing is copied: the user's code receives these tensors, and may change them
+            self._versions[span] = _versions(held[span])
+            data = move(held[span], device)
+        elif self._first is not None and (self._first.span, self._device) == (span, device):
             copy, self._first = self._first.copy, None  # once: the user's code may change the tensors
+            data = finish_copy(copy, device)
         else:
-            copy = start_copy(self._held[low, high], device)
-        return MicroBatch(finish_copy(copy, device), num_samples, idle=num_samples == 0)
+            data = finish_copy(start_copy(held[span], device), device)
+        idle = num_samples == 0
+        if type(data) is PartialRead:
+            data, num_samples = data.data, 0 if idle else data.num_samples
+        return MicroBatch(data, num_samples, idle=idle)
 
     def read_all(self) -> None:
         for low, high in self.unread_spans():
@@ -149,7 +158,8 @@ class GlobalBatch:
 
     def read(self, low: int, high: int) -> Any:
         """Return any samples at global positions ``[low, high)``, collated, on this rank's device."""
-        return move(self._read(low, high), self._device)
+        data = move(self._read(low, high), self._device)
+        return data.data if type(data) is PartialRead else data
 
     def spans(self) -> list[tuple[int, int]]:
         return spans_of(self.plan, self._ranks)
@@ -178,3 +188,12 @@ def read_span(plan: StepPlan, micro_index: int, rank: int) -> tuple[int, int]:
     first, end = plan.slice_of(micro_index)
     idle = first if first < end else plan.start  # more micro-batches than samples: this slice is empty
     return idle, idle + 1
+
+
+def _versions(data: Any) -> list[int]:
+    """Return the versions of a batch's tensors: a change in place raises them."""
+    is_plain = type(data) in (list, tuple) and set(map(type, data)) == {torch.Tensor}
+    try:
+        return list(map(_VERSION, data if is_plain else filter(torch.is_tensor, leaves_of(data))))
+    except RuntimeError:  # those of an inference have none
+        return []

@@ -27,7 +27,7 @@ from evenload.errors import DataError
 from evenload.training.data import checks, order, randomness
 from evenload.training.data.batches import transfer_seconds
 from evenload.training.data.prefetch import Prefetcher, Span
-from evenload.training.data.reading import ReadTask, read_settings
+from evenload.training.data.reading import PartialRead, ReadTask, read_settings
 from evenload.training.data.tuning import PINNING_PAYS, ReadSettings, StepCost, WorkerTuner
 
 _MOST_HELD = 2
@@ -215,6 +215,8 @@ class MapReader:
         """Return the collated samples at these positions; of several loaders a tuple."""
         if self._is_joint:
             data: Any = tuple([source.get(span) for source in self._sources])
+            if any(type(part) is PartialRead for part in data):
+                raise DataError("a dataset of the tuple of loaders returned None for a sample: use a Subset without")
         else:
             data = self._sources[0].get(span)
         if self._measures_pinning:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, DataError
 from evenload.hardware import temporary_path_problem
 from evenload.training.data import randomness
 from evenload.training.data.tuning import ReadSettings
@@ -46,6 +46,13 @@ _WORKER_INFO = ("id", "num_workers", "seed", "dataset")
 
 class SkippedRead:
     """The result of a task that was cancelled or empty."""
+
+
+class PartialRead(NamedTuple):
+    """The result of a task where the dataset returned None for some samples, which `collate_fn` left out."""
+
+    data: Any
+    num_samples: int
 
 
 class TaskDataset(Dataset[Any]):
@@ -105,7 +112,17 @@ class TaskDataset(Dataset[Any]):
                 samples.append(self.dataset.__getitems__([key])[0] if by_list else self.dataset[key])
         if self._keyed:
             randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low))
-        return self.collate_fn(samples)
+        if not isinstance(samples, list) or (num_left := sum(sample is not None for sample in samples)) == len(samples):
+            return self.collate_fn(samples)
+        try:
+            return PartialRead(self.collate_fn(samples), num_left)
+        except Exception as error:
+            if num_left:
+                raise
+            raise DataError(
+                f"the dataset returned None for all {len(samples)} samples of a device's part of a batch (the first is "
+                f"{task.keys[0]!r}), and collate_fn failed. Leave them out before training: Subset(dataset, good_indices)"
+            ) from error
 
     def _read_in_batch(self, task: ReadTask) -> Any:
         """Return the samples from one call; None if that drew random numbers, which would depend on the split."""

@@ -33,7 +33,7 @@ def _cut(value: Any, low: int, high: int, num_samples: int, tensors: list[torch.
         if value.shape[0] != num_samples or value.layout != torch.strided:
             raise NoRowsError
         tensors.append(value)
-        return value[low:high]
+        return value[low:high].clone()  # the user's code may change it in place
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     if type(value) in (list, tuple) and len(value) == num_samples and not all(map(_is_tensor, value)):

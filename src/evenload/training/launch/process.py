@@ -24,7 +24,7 @@ _KILL_S = 3.0
 
 def worker_variables(spec: WorkerSpec, path: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a worker, from that of its launcher and its file."""
-    own = {WORKER_VARIABLE: str(path)}
+    own = {WORKER_VARIABLE: str(path), "PYTHONHASHSEED": variables.get("PYTHONHASHSEED", "0")}  # sets have one order
     if spec.visible_devices:
         own["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     return {**variables, **own}

@@ -24,7 +24,7 @@ from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import rpc
 from evenload.training.comm.control import Operation
 from evenload.training.comm.subset import Subset
-from evenload.training.compute import batchnorm
+from evenload.training.compute.batchnorm import in_evaluation, restore
 from evenload.training.data.checks import check_loader
 from evenload.training.data.evaluate import EvaluationMembers, close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values, reduce_values
@@ -204,7 +204,7 @@ class Session(StepListener):
             parts=self._evaluation_parts,
             members=members,
         )
-        with context.clock.segment("other"), self.synchronised_weights(together=True):
+        with context.clock.segment("other"), self.synchronised_weights(together=True), in_evaluation(len(speeds)):
             yield from context.clock.evaluating(batches)
 
     def _meet_to_evaluate(self, loader: DataLoader[Any]) -> tuple[int, tuple[float, ...], EvaluationMembers]:
@@ -305,7 +305,7 @@ class Session(StepListener):
                 self._islands.close()
             rpc.end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
             for model in self._models:
-                batchnorm.restore(model)
+                restore(model)
             try:
                 context.recorder.close(well)
             finally:

@@ -57,7 +57,7 @@ class UnpreparedUses:
             if id(module) not in compiled and any(id(p) not in own for p in _watched_params(module)):
                 self._others.append(weakref.ref(module))
         plain = (v for v in objects if type(v) in (torch.Tensor, nn.Parameter))
-        trainable = (v for v in plain if v.is_leaf and v.requires_grad and id(v) not in own)
+        trainable = (v for v in plain if _is_trainable(v) and id(v) not in own)
         self._tensors = [(weakref.ref(tensor), None) for tensor in trainable]
 
     def attach(self) -> None:
@@ -135,7 +135,9 @@ class UnpreparedUses:
         named = [(name, p) for root in roots for name, p in root.named_parameters() if id(p) not in own]
         self._used = {}
         structure = zlib.crc32(repr([(name, tuple(p.shape), p.dtype) for name, p in named]).encode())
-        key = fold(QueuedScalars(queue_checksums(p.detach() for _, p in named)).read()) if named else 0.0
+        key = (
+            fold(QueuedScalars(queue_checksums(p.detach() for _, p in named if not p.is_meta)).read()) if named else 0.0
+        )
         rows = self._context.control.exchange(Operation.BACKWARD, [float(structure), key])
         # Ranks may use different modules, chosen by their samples; a rank without samples uses none.
         keys = {(shapes, value) for shapes, value in rows if value}
@@ -150,6 +152,13 @@ class UnpreparedUses:
 
 def _alive(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
     return (module for module in (reference() for reference in references) if module is not None)
+
+
+def _is_trainable(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except RuntimeError:  # a view whose base was changed in place under no_grad
+        return False
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int] | None:

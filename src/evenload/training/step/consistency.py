@@ -37,8 +37,8 @@ _PARAMETER_CAUSES = (
 )
 _BUFFER_CAUSES = (
     "Usual causes for a buffer: a module that updates it from its own rank's samples (running statistics, a codebook, a "
-    "queue), or a forward in training mode outside step.backward (validation without model.eval()). Sum its inputs over "
-    "the ranks, or register it with persistent=False if each rank may have its own."
+    "queue), or a forward in training mode outside step.backward (validation without model.eval()). Set it from the whole "
+    "batch (docs/contrastive.md#state-that-follows-the-batch), or register it with persistent=False if it may differ."
 )
 
 RecordEvent = Callable[..., None]
@@ -89,6 +89,7 @@ class Consistency:
         self._sketches: list[tuple[float, float]] = []
         self._key = 0.0
         self._last_step = -1
+        self._num_queued = 0  # since `attach`
         self._last_good = -1
         self._norms: dict[str, dict[int, float]] = {}
         self._ranks: tuple[int, ...] = ()
@@ -97,6 +98,7 @@ class Consistency:
         """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name. All ranks call it."""
         self._fingerprint = fingerprint
         self._last_step = self._last_good = -1
+        self._num_queued = 0
         self._queued.clear()
         if self.every > 0:
             on_gpu = any(tensor.device.type != "cpu" for tensor in fingerprint().values())
@@ -109,9 +111,10 @@ class Consistency:
         if not first_call or len(ranks) == 1 or not takes_part:
             return
         due = [queued for queued in self._queued if not self._is_late or queued.step < step]
-        # The first step of a session is checked too: the loaded state may differ.
-        if self.every > 0 and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
+        # The first step of a session is checked too, where the loaded state may differ, and the second: what a forward sets.
+        if self.every > 0 and step != self._last_step and (self._num_queued < 2 or step % self.every == 0):
             self._last_step = step
+            self._num_queued += 1
             queued = self._queue(step)
             due, self._queued = (due, [queued]) if self._is_late else ([queued], [])
         else:

@@ -24,22 +24,24 @@ from torch import nn
 from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import randomness
 from evenload.training.compute.batch_loss import CoupledLoss
-from evenload.training.compute.buffers import buffers_restored
+from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.label_watch import describe_unweighted
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
+from evenload.training.data.batches import leaves_of
 from evenload.training.data.rows import cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
+from evenload.training.verify import wrong_units as wrong
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.findings import TOLERANCES
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
 from evenload.training.verify.random_draws import OwnState, SharedDraws
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
 from evenload.training.verify.sides import Gradient, without_dropout
-from evenload.training.verify.wrong_units import describe_wrong_units
+from evenload.training.verify.wrong_units import describe_state, describe_wrong_units, difference
 
 _LEAST_SAMPLES = 4
 _NUM_SAMPLES = (8, 16, 32)
@@ -49,6 +51,7 @@ _MAX_CALLS = 4
 _MAX_ELEMENTS = 1 << 20
 """Elements of the parameters whose gradients are compared."""
 _HALF = (torch.float16, torch.bfloat16)
+Finding = tuple[str, str]  # kind and message of an event; both empty where nothing is wrong
 
 
 class CouplingWatch(StepListener):
@@ -99,19 +102,17 @@ class CouplingWatch(StepListener):
             if looked is None:
                 continue
             self._tries[call] = len(_NUM_SAMPLES)
-            found, wrong_units = looked
-            if found.kind == "coupled":
-                self._report(step, found)
-            elif wrong_units:
-                self._context.recorder.event("wrong_units", wrong_units, step=step.index)
+            kind, message = looked
+            if kind:
+                self._context.recorder.event(kind, message, step=step.index)
 
-    def _in_replica(self, work: Callable[[], tuple[PartsFit, str] | None]) -> tuple[PartsFit, str] | None:
+    def _in_replica(self, work: Callable[[], Finding | None]) -> Finding | None:
         """Run `work` where loss_fn runs: under dp in the first replica's thread."""
         strategy = self._context.engine.strategy
         return strategy.threads.run({0: work})[0] if isinstance(strategy, ThreadedStrategy) else work()
 
-    def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> tuple[PartsFit, str] | None:
-        """Return how the parts make up the whole, and what is wrong with its units; None if that shows nothing."""
+    def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> Finding | None:
+        """Return what is wrong with the loss; None if the samples show nothing."""
         read = self._read(step, num_samples)
         # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
         if read is None or any(getattr(module, "running_mean", 0) is None for _, module in batch_norms(self._models)):
@@ -119,18 +120,24 @@ class CouplingWatch(StepListener):
         data, num_read, first = read
         num = min(num_read, num_samples)
         quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
-        named = False
+        named, buffers = False, BufferGuard(self._models)
+        set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
 
         def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
             nonlocal named
             part = step.batch.read(first + low, first + high) if anew else cut_rows(data, low, high, num_read)
             key = (self._context.config.seed + shift, step.index, call)
             randomness.seed_all(device, *key)
-            with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
-                result = read_result(quiet(part))
-            named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
+            buffers.save()
+            try:
+                with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
+                    result = read_result(quiet(part))
+                set_in_calls.append(buffers.changed())
+                named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
+                grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
+            finally:
+                buffers.restore()
             units = float(high - low if result.weight is None else result.weight)
-            grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
             return Gradient(list(grads), float(result.loss.detach()), units, result.weight is not None)
 
         def draws() -> bool:
@@ -148,6 +155,8 @@ class CouplingWatch(StepListener):
             return None
         is_half = any(p.dtype in _HALF for p in params)
         tolerance = TOLERANCES["bfloat16" if is_half else "float32"]
+        if state := describe_state(whole, compute(0, num), set_in_calls[1:3], tolerance / 100):
+            return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
         found = fit_parts(whole, parts, tolerance)
         if found.kind == "coupled":
             if draws():
@@ -156,15 +165,29 @@ class CouplingWatch(StepListener):
                 in_parts = [
                     [compute(low, high, shift, gradients=False) for low, high in spans] for shift in range(NUM_SEEDS)
                 ]
-                return (found, "") if differs_on_average(wholes, in_parts) else None
-            return found, ""
+                return self._coupled(step, found) if differs_on_average(wholes, in_parts) else None
+            return self._coupled(step, found)
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
         if not wrong_units or named:
-            return found, ""
+            for (low, high), part in zip(spans, parts, strict=True):
+                # Random numbers of padded positions are others in a batch of another length.
+                anew = _shapes(step.batch.read(first + low, first + high))
+                if (
+                    anew == _shapes(cut_rows(data, low, high, num_read))
+                    or difference(compute(low, high, 1), part) > tolerance
+                ):
+                    continue
+                if (gap := difference(compute(low, high, anew=True), part)) > tolerance:
+                    return (
+                        "padding",
+                        f"{wrong.PADDING} {gap:.1%}. {self._effect(step, wrong.PADDED_ALONE)}. {wrong.PADDING_FIX}",
+                    )
+            return "", ""
         # A collate_fn may count the units of its batch, and then those of a part are no rows of it.
         whole, *parts = (compute(low, high, anew=True) for low, high in ((0, num), *spans))
         again = fit_parts(whole, parts, tolerance)
-        return found, describe_wrong_units(whole, parts, again, is_random=draws())
+        wrong_units = describe_wrong_units(whole, parts, again, is_random=draws())
+        return "wrong_units" if wrong_units else "", wrong_units
 
     def _read(self, step: Step, num_samples: int) -> tuple[Any, int, int] | None:
         """Return a batch of samples of this rank, or of others where it has too few, their number, and the first's position."""
@@ -200,7 +223,6 @@ class CouplingWatch(StepListener):
         with contextlib.ExitStack() as stack:
             others = randomness.other_gpus(models, context.device)
             stack.enter_context(randomness.set_aside(context.device, others))
-            stack.enter_context(buffers_restored(models))
             stack.enter_context(no_dropout(models))
             stack.enter_context(switched_off([module for _, module in batch_norms(models)]))
             stack.enter_context(torch.enable_grad())
@@ -209,21 +231,19 @@ class CouplingWatch(StepListener):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
-    def _report(self, step: Step, found: PartsFit) -> None:
-        plan = step.batch.plan
-        is_split = plan.num_micro > 1 or sum(share > 0 for share in plan.shares) > 1
-        effect = (
-            "Each device's micro-batch is compared within itself alone, so this is not the loss of the global batch"
-            if is_split
-            else "It is exact now, with one device and one micro-batch, but would not be with more"
-        )
-        self._context.recorder.event(
-            "coupled_loss",
+    def _coupled(self, step: Step, found: PartsFit) -> Finding:
+        effect = self._effect(step, "Each device's micro-batch is compared within itself alone")
+        return "coupled_loss", (
             "loss_fn couples the samples of its batch (contrastive, in-batch negatives, a statistic of the batch): two halves "
             f"of a few samples differ from the whole by {found.misfit:.0%}, whatever their weights. {effect}. To make it "
-            f"exact, {COUPLED_FIX}",
-            step=step.index,
+            f"exact, {COUPLED_FIX}"
         )
+
+    def _effect(self, step: Step, why: str) -> str:
+        plan = step.batch.plan
+        if plan.num_micro > 1 or sum(share > 0 for share in plan.shares) > 1:
+            return f"{why}, so this is not the loss of the global batch"
+        return "It is exact now, with one device and one micro-batch, but would not be with more"
 
 
 @contextlib.contextmanager
@@ -236,6 +256,10 @@ def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for param, grad in held:
             param.grad = grad
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _probe(device: torch.device) -> tuple[float, ...]:

@@ -1,19 +1,31 @@
-"""Name a loss or a weight that the parts of a batch show to be no mean over its units, for `CouplingWatch`."""
+"""Name what a few samples show of a loss, for `CouplingWatch`: no mean over its units, state of earlier calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
+
 from evenload.training.verify.findings import distance
 from evenload.training.verify.parts import PartsFit
 from evenload.training.verify.sides import Gradient
 
-_LEAST_SHIFT = 0.05
+_LEAST_SHIFT = 0.01
 """Least difference between the share of a part that fits and the one it enters with; rounding in bfloat16 makes smaller ones."""
 _EXPLAINED = 0.25
 """Most of the misfit that the shares that fit may leave."""
 _EQUAL = 1e-6
+STATE_FIX = (
+    "Let what the whole global batch gave set it: in step.backward(encode, batch_loss=fn) fn(*tensors) keeps the tensors of the "
+    "whole batch, and the loop body changes the state after it (docs/contrastive.md#state-that-follows-the-batch)"
+)
+PADDING = "the padding counts in the loss: padded to another length, a few samples gave a result that differs by"
+PADDED_ALONE = "Each device's part is padded by itself"
+PADDING_FIX = (
+    "Leave it out (a mask, pack_padded_sequence, a mean over real positions), or pad all parts alike "
+    "(docs/data-loading.md#pad-all-parts-alike)"
+)
 
 
 def describe_wrong_units(whole: Gradient, parts: Sequence[Gradient], found: PartsFit, *, is_random: bool) -> str:
@@ -43,15 +55,42 @@ def describe_wrong_units(whole: Gradient, parts: Sequence[Gradient], found: Part
             "other, which is exact only while all have equally many samples. Return (loss, len(x)), (loss, tokens) or the loss"
         )
     shift = max(abs(alpha - share) for alpha, share in zip(found.alphas, found.used, strict=True))
-    if found.kind != "weights" or is_random or shift < _LEAST_SHIFT or not found.rest < _EXPLAINED * found.misfit:
+    if not found.kind or is_random or shift < _LEAST_SHIFT or not found.rest < _EXPLAINED * found.misfit:
         return ""
+    if found.kind == "sum":
+        return (
+            f"two halves of a few samples count {found.alphas[0]:.2f} and {found.alphas[1]:.2f} in the loss of all, not 1 "
+            "together: a root or a ratio (RMSE, R2, a sum divided by max(number, 1)) is no mean. Let encode return what "
+            "it is made of, for each sample, and compute it in batch_loss: step.backward(encode, batch_loss=fn)"
+        )
     return (
         f"the loss is a mean over other units than {'the returned weights' if whole.weighted else 'samples'}: two halves of a "
         f"few samples count {_listed(found.alphas)} in it, and enter with {_listed(found.used)}. Return (loss, units), with the "
-        "number of units that the mean is over (tokens, pixels, labels that count)"
+        "number of units that the mean is over (tokens, pixels, labels that count); a root of a mean (RMSE) needs batch_loss"
     )
 
 
 def _listed(shares: Sequence[float]) -> str:
     total = math.fsum(shares)
     return " : ".join(f"{share / total:.2f}" for share in shares)
+
+
+def difference(one: Gradient, other: Gradient) -> float:
+    """Return the relative difference of the gradients, or that of the losses where it is larger."""
+    return max(distance(one, other), abs(one.loss - other.loss) / abs(other.loss) if other.loss else 0.0)
+
+
+def describe_state(
+    whole: Gradient, again: Gradient, buffers: Sequence[Sequence[tuple[str, torch.Tensor]]], tolerance: float
+) -> str:
+    """Return what shows state: a second call for the same samples, or `buffers` that calls with two halves of them changed."""
+    for (name, one), (_, other) in zip(*buffers, strict=False):
+        a, b = one.double().flatten(), other.double().flatten()
+        if a.shape != b.shape or float((a - b).norm()) > tolerance * float(a.norm()):
+            return f"loss_fn sets the buffer {name!r} from the samples that it receives"
+    if not (gap := difference(again, whole)) > tolerance:
+        return ""
+    return (
+        "loss_fn keeps state from call to call (an average, a centre, a queue, a counter, a generator of its own): called again "
+        f"for the same samples, it gave a result that differs by {gap:.1%}"
+    )
