@@ -17,6 +17,7 @@ NAMES = (
     "overhead",
     "exchange",
     "asynchronous",
+    "staleness",
     "scale",
     "small_steps",
     "batch_norm",
@@ -64,7 +65,9 @@ _WITH_ONLY = (
     "cut_link",
     "lost_hosts",
     "queue_crash",
+    "staleness",
 )
+_WITH_KEEP = ("islands", "wire", "cut_link", "staleness")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,10 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal, 1:0.5 or one arm, such as "
         "1:0.5/local, summed; of wire: rates in Mbit/s, or 100/40 for a round trip of 40 ms; "
         "of overlap: links, or 'no limit*2' for two "
-        "rounds; of faults, cut_link, lost_hosts and queue_crash: seeds; of queue_product: parts",
+        "rounds; of faults, cut_link, lost_hosts, queue_crash and staleness: seeds; of queue_product: parts",
     )
     parser.add_argument(
-        "--keep", default=None, help="of islands: a folder for what each run finds; see benchmarks/islands.py"
+        "--keep",
+        default=None,
+        help=f"of {', '.join(_WITH_KEEP)}: a folder for what each run finds, and is taken from later",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -101,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
-        if options.keep and name == "islands":
+        if options.keep and name in _WITH_KEEP:
             chosen = {"keep": options.keep}
         if options.only and name in _WITH_ONLY:
             chosen = {**chosen, "only": options.only}

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import rows
+from benchmarks.report import kept, rows
 from evenload.testing import hosts
 
 CUT_S, NUM_CUTS = 10.0, 20
@@ -51,20 +52,24 @@ torch.save(model.state_dict(), "weights.pt")
 """
 
 
-def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
-    """`only`: seeds, with commas."""
+def measure(quick: bool = False, only: str = "", keep: str = "") -> dict[str, Any]:
+    """`only`: seeds, with commas; `keep`: a folder for what each seed finds."""
     if reason := hosts.why_not():
         return {"skipped": reason}
     seeds = [int(seed) for seed in only.split(",")] if only else range(1 if quick else NUM_CUTS)
     cuts = []
     with tempfile.TemporaryDirectory(prefix="evenload-bench-") as name:
-        expected = train(Path(name, "whole"))["weights"]
+        undisturbed = cache(lambda: train(Path(name, "whole"))["weights"])
         for seed in seeds:
-            cuts.append(cut(Path(name, str(seed)), seed, 2.0 if quick else CUT_S, expected))
-            print(f"seed {seed}: {cuts[-1]}", flush=True)
+            one = partial(_cut_once, Path(name, str(seed)), seed, 2.0 if quick else CUT_S, undisturbed)
+            cuts.append(kept("" if quick else keep, f"cut-{seed}", one))
     good = sum(one["is_named"] and not one["is_lost"] for one in cuts)
     bars = {f"{good} of {len(cuts)} continue or name the machine at fault, with nothing lost": good == len(cuts)}
     return {"cuts": cuts, "bars": bars}
+
+
+def _cut_once(folder: Path, seed: int, cut_s: float, expected: Callable[[], Sequence[torch.Tensor]]) -> dict[str, Any]:
+    return {"seed": seed, **cut(folder, seed, cut_s, expected())}
 
 
 def cut(folder: Path, seed: int, cut_s: float, expected: Sequence[torch.Tensor]) -> dict[str, Any]:

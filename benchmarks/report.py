@@ -57,6 +57,19 @@ def write_result(
     return path
 
 
+def kept(folder: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns one part of a result, from a folder if an earlier call has put it there; without a folder it is measured."""
+    path = Path(folder, f"{name}.json")
+    if folder and path.exists():
+        return dict(json.loads(path.read_text()))
+    found = measure()
+    print(f"{name}: {found}", flush=True)
+    if folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+    return found
+
+
 _PR_SET_CHILD_SUBREAPER = 36
 _root = os.getpid()
 

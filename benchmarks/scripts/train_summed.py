@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import evenload
+from evenload.training.comm.clock import ProcessorDelay
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import example_classes
@@ -58,6 +59,11 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
+def stolen_s() -> float:
+    """Seconds in which the cores were ready and the host of this virtual machine ran something else."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
+
+
 class Alone:
     """Half a batch at a time on a copy of the model, as a rank of `ddp` would compute it, and nothing to exchange."""
 
@@ -89,6 +95,7 @@ islands_per_s: list[float] = []
 alone_per_s: list[float] = []
 cpu_s: list[float] = []
 trace: list[list[float]] = []
+delay = ProcessorDelay()
 samples, since_s, cpu_since_s, turns = 0, time.perf_counter(), time.process_time(), 0
 for step in loader:
     samples += step.batch.plan.num_samples
@@ -97,7 +104,9 @@ for step in loader:
     optimizer.step()
     optimizer.zero_grad()
     done = step.batch.plan.progress.step
-    trace.append([done, step.batch.plan.num_samples, began_s, time.perf_counter(), helpers_s])
+    trace.append(
+        [done, step.batch.plan.num_samples, began_s, time.perf_counter(), helpers_s, stolen_s(), delay.take_s()]
+    )
     if done >= args.warm + turns * args.block:
         now_s = time.perf_counter()
         if turns:

@@ -3,16 +3,23 @@
 A step computes for C seconds. Buckets travel during H of them, from the first bucket's gradients to the end of the last of K
 micro-batches: H = 2/3 · C / K · (1 - first bucket / all bytes). An exchange of b bytes in each direction needs
 
-    E = b / bandwidth + rounds · latency / 2 + codec,      step = C + max(tail, E - H)
+    E = b / bandwidth + rounds · latency / 2 + codec,      step = C + E - min(H, (1 - busy) · (E - tail))
 
 with the latency of one small all-reduce, which is two rounds: over gloo a round takes a whole round trip of the link, because
 data wait for the receiver's word. `tail` is the last bucket, which leaves when the backward ends: with the gradient of a large
 first parameter, such as an embedding. On a CPU, codec counts in C and not in E: the cores that encode compute.
 Bandwidth is that of both directions in use at once.
 
+`busy` is the part of a sum's time that a computation beside it loses, 0 where a GPU computes: the kernel and gloo copy on the
+cores that compute. While h seconds of a sum pass, the computation gets on by (1 - busy) · h. The encoding of other buckets hides
+a sum as the backward does, so on a CPU codec · (1 - last bucket / all bytes) is added to H. The C that is measured in steps
+with a format contains what its sum and its codec took (`without_exchange`).
+
 Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
 
-    step = C + E / sync_every,      in fragments: max(C, E / sync_every) at most
+    step = C + (E + outer) / sync_every,      in fragments: max(C, (E + outer) / sync_every) at most
+
+with what they compute for it: the pseudo-gradient and the outer step.
 
 Under ``async`` worker r takes W_r seconds for a whole global batch, and, on another machine than the server, fetches parameters
 and sends gradients of b bytes each, one after the other. Rank 0, the server, computes nothing:
@@ -24,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evenload.balance.wire_bytes import EXACT_FORMATS, FORMATS, GradientSize, sent_bytes
 
@@ -48,6 +55,8 @@ class Link:
     down_bytes_per_s: float
     both_bytes_per_s: float
     """Each way, in an all-reduce that uses both at once."""
+    lost_s_per_byte: float = 0.0
+    """Seconds that a computation on the same processor loses for each byte that a machine sends in a sum beside it."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -64,6 +73,8 @@ class Work:
     num_micro: int = 1
     codec_s_per_value: Mapping[str, float] = field(default_factory=dict)
     """By format, the time to encode and decode a value; 0 if it is not known."""
+    outer_s_per_value: float = 0.0
+    """What islands compute for a synchronisation, besides the sum."""
     encodes_on_cpu: bool = False
     """The processor that computes encodes too, so the backward does not hide that."""
     whole_batch_s: tuple[float, ...] = ()
@@ -99,15 +110,68 @@ def wire_options(
     """Return the formats of strategy ``ddp``."""
     options = []
     for wire in wires:
-        total_s = exchange_s(wire, size, link, num_machines, work)
-        first, last = _end_buckets(size, bucket_sizes(size, link, num_machines, wire))
-        hidden_s = _BACKWARD_SHARE * (1 - first) * work.compute_s / max(1, work.num_micro)
-        own_s = size.num_values * work.codec_s_per_value.get(wire, 0.0) if work.encodes_on_cpu else 0.0
-        sum_s = total_s - own_s
-        step_s = work.compute_s + own_s + max(min(sum_s, last * sum_s + link.latency_s / 2), sum_s - hidden_s)
-        sent = sent_bytes(wire, size, num_machines)
+        one = _overlap(wire, size, link, num_machines, work)
+        gained_s = min(one.window_s, (1 - one.busy) * one.hideable_s)
+        total_s, sent = exchange_s(wire, size, link, num_machines, work), sent_bytes(wire, size, num_machines)
+        step_s = work.compute_s + one.codec_s + one.sum_s - gained_s
         options.append(Option(f'wire="{wire}"', wire in EXACT_FORMATS, sent, total_s, step_s))
     return options
+
+
+def without_exchange(work: Work, wire: str, size: GradientSize, link: Link, num_machines: int) -> Work:
+    """Return the work without what the sums of a format took from it, in whose steps it was measured."""
+    one = _overlap(wire, size, link, num_machines, work)
+    lost_s = one.busy * min(one.window_s, one.hideable_s) + one.codec_s
+    return replace(work, compute_s=max(work.compute_s - lost_s, (1 - _BACKWARD_SHARE) * work.compute_s))
+
+
+def as_measured(
+    options: Sequence[Option], wire: str, size: GradientSize, link: Link, num_machines: int, work: Work, took_s: float
+) -> list[Option]:
+    """Return the options with what the steps of the present format took beyond (or below) its prediction.
+
+    As far as sums keep processors busy, threads waited for each other, as with any format; else the link was slower or faster.
+    """
+    known = {f'wire="{name}"': _overlap(name, size, link, num_machines, work) for name in FORMATS}
+    present = next(one for one in options if one.setting == f'wire="{wire}"')
+    added_s = present.step_s - work.compute_s
+    rest_s = min(added_s, max(-added_s / 2, took_s - present.step_s))
+    busy, sum_s = known[present.setting].busy if rest_s > 0 else 0.0, known[present.setting].sum_s
+    return [
+        replace(one, step_s=one.step_s + rest_s * (busy + (1 - busy) * min(1.0, known[one.setting].sum_s / sum_s)))
+        if one.setting in known and sum_s
+        else one
+        for one in options
+    ]
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """One step's sum beside its backward, in seconds."""
+
+    codec_s: float
+    """On the cores that compute."""
+    sum_s: float
+    """Of the rest of the exchange, with nothing beside it."""
+    hideable_s: float
+    """All of it but the last bucket."""
+    window_s: float
+    """Of the backward after the first bucket has left, and of the codec until the last one has."""
+    busy: float
+
+
+def _overlap(wire: str, size: GradientSize, link: Link, num_machines: int, work: Work) -> _Overlap:
+    first, last = _end_buckets(size, bucket_sizes(size, link, num_machines, wire))
+    codec_s = size.num_values * work.codec_s_per_value.get(wire, 0.0) if work.encodes_on_cpu else 0.0
+    sum_s = exchange_s(wire, size, link, num_machines, work) - codec_s
+    lost_s = sent_bytes(wire, size, num_machines) * link.lost_s_per_byte
+    return _Overlap(
+        codec_s,
+        sum_s,
+        hideable_s=max(0.0, sum_s - last * sum_s - link.latency_s / 2),
+        window_s=_BACKWARD_SHARE * (1 - first) * work.compute_s / max(1, work.num_micro) + (1 - last) * codec_s,
+        busy=min(1.0, lost_s / sum_s) if sum_s else 0.0,
+    )
 
 
 def local_options(size: GradientSize, link: Link, num_machines: int, work: Work, sync_every: int) -> list[Option]:
@@ -121,7 +185,7 @@ def local_options(size: GradientSize, link: Link, num_machines: int, work: Work,
         sum_s = exchange_s(wire, size, link, num_machines, work)
         # Each fragment waits for a latency of its own, and what islands report to each other for another one, beside two steps.
         total_s = sum_s + (num_parts - 1) * link.latency_s + max(0.0, link.latency_s - 2 * work.compute_s)
-        each_s = total_s / sync_every
+        each_s = (total_s + size.num_values * work.outer_s_per_value) / sync_every
         step_s = max(work.compute_s, each_s) if num_parts > 1 else work.compute_s + each_s
         sent = sent_bytes(wire, size, num_machines) / sync_every
         options.append(Option(setting + more, False, sent, each_s, step_s))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from evenload.balance.exchange_times import (
     BucketSizes,
     Link,
     Work,
+    as_measured,
     async_option,
     bucket_sizes,
     cheapest,
@@ -15,6 +18,7 @@ from evenload.balance.exchange_times import (
     local_options,
     options_of,
     wire_options,
+    without_exchange,
 )
 from evenload.balance.wire_bytes import FORMATS, GradientSize, payload_bytes, sent_bytes
 from evenload.balance.wire_choice import ObservedGradients, choose_wire, noise_square
@@ -60,10 +64,52 @@ def test_on_a_cpu_the_backward_does_not_hide_what_encodes() -> None:
     link, costs = Link(1e-3, 125e6, 125e6, 125e6), {"int8": 8e-9}
     small = GradientSize(1_000_000, 4, ((512, 512),) * 4)
     on_gpu, on_cpu = (
-        cheapest(wire_options(small, link, 2, Work(0.1, 1, costs, is_cpu), ["fp32", "int8"]), exact=False).setting
+        cheapest(
+            wire_options(small, link, 2, Work(0.1, 1, costs, encodes_on_cpu=is_cpu), ["fp32", "int8"]), exact=False
+        ).setting
         for is_cpu in (False, True)
     )
     assert (on_gpu, on_cpu) == ('wire="int8"', 'wire="fp32"')
+
+
+def test_a_sum_that_copies_on_the_cores_that_compute_hides_little() -> None:
+    # 32 MB in 25.6 ms and a latency; the first of two buckets leaves in the middle of a backward of 2/3 of 0.1 s.
+    half, whole = replace(FAST, lost_s_per_byte=0.5 / 1.25e9), replace(FAST, lost_s_per_byte=1 / 1.25e9)
+    free, shared, none = (wire_options(SIZE, one, 2, Work(0.1), ["fp32"])[0].step_s for one in (FAST, half, whole))
+    assert free == pytest.approx(0.1 + 0.0128, rel=0.01)
+    assert shared == pytest.approx(0.1 + 0.0128 + 0.0064, rel=0.01)
+    assert none == pytest.approx(0.1 + 0.0256, rel=0.01)
+    # More than the backward hides: it hides all that it can, and all of that lasts longer.
+    slow = replace(SLOW, lost_s_per_byte=0.1 / 12.5e6)
+    assert wire_options(SIZE, slow, 2, Work(0.5), ["fp32"])[0].step_s == pytest.approx(0.5 + 2.6 - 0.5 / 3)
+
+
+def test_what_steps_with_an_exchange_took_gives_what_they_compute_without() -> None:
+    link = replace(FAST, lost_s_per_byte=0.5 / 1.25e9)
+    # Half of a sum's first bucket of two, and the codec, were measured as computation.
+    for wire, lost_s in (("fp32", 0.0064), ("int8", 0.0016 + 0.064)):
+        work = Work(0.5 + lost_s, 1, {"int8": 8e-9}, encodes_on_cpu=True)
+        assert without_exchange(work, wire, SIZE, link, 2).compute_s == pytest.approx(0.5, rel=1e-3)
+    on_gpu = Work(0.5, 1, {"int8": 8e-9})
+    assert without_exchange(on_gpu, "int8", SIZE, FAST, 2) == on_gpu
+    # However much is said to be lost, some of it was computation.
+    assert without_exchange(
+        Work(0.03, 1, {"int8": 8e-9}, encodes_on_cpu=True), "int8", SIZE, link, 2
+    ).compute_s == pytest.approx(0.01)
+
+
+def test_the_format_in_use_takes_what_was_measured_and_the_others_follow() -> None:
+    work = Work(0.5)
+    # A link that is slower than measured: the rest is that of the bytes. Cores that wait for each other: all formats wait.
+    for link, part in ((SLOW, 0.5), (replace(FAST, lost_s_per_byte=1 / 1.25e9), 1.0)):
+        options = options_of(SIZE, link, 2, work)
+        fp32, bf16 = options[:2]
+        found = as_measured(options, "fp32", SIZE, link, 2, work, fp32.step_s + 0.01)
+        assert found[0].step_s == pytest.approx(fp32.step_s + 0.01)
+        assert found[1].step_s == pytest.approx(bf16.step_s + part * 0.01, abs=1e-4)
+        assert found[5:] == options[5:]
+        bounded = as_measured(options, "fp32", SIZE, link, 2, work, 100.0)[0]
+        assert bounded.step_s == pytest.approx(2 * fp32.step_s - 0.5)
 
 
 def test_a_large_first_parameter_travels_alone_after_the_backward() -> None:

@@ -18,12 +18,14 @@ _NUM_SMALL, _SMALL_BYTES = 5, 1 << 12
 """A sum of fewer values than a ring has parts would take one round instead of two."""
 _FIRST_BYTES = 1 << 16
 _LARGEST_BYTES = 1 << 24
-_UNKNOWN = (0.0, 0.0, 0.0, 0.0)
+_UNKNOWN = (0.0, 0.0, 0.0, 0.0, 0.0)
 _TARGET_S = 0.12
 _TARGET_LATENCIES = 4
 """A measurement takes at least so long, and so many latencies: the first bytes fit into buffers on the way, and TCP begins slowly
 after each pause, also in training."""
 _MAX_ROUNDS = 6
+_NUM_BESIDE, _BESIDE_S = 5, 0.06
+"""Sums beside a computation, and how long one of them takes alone, or twice the latency."""
 
 
 class LinkMeter:
@@ -58,16 +60,15 @@ class LinkMeter:
         )
         self._broadcast(found, now.gradients)
         if tuple(found.tolist()) == _UNKNOWN:
-            if now.wire is None:
-                found = self._measure(now.gradients, place)
-            elif now.wire.leads:
-                found = self._measure(now.wire.stages[0], place)
+            if now.wire is None or now.wire.leads:
+                group = now.gradients if now.wire is None else now.wire.stages[0]
+                found = self._measure(group, place, computes=device.type == "cpu")
             self._broadcast(found, now.gradients)
         self.link = Link(*found.tolist())
         return self.link
 
-    def _measure(self, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-        """Return the fields of a `Link`."""
+    def _measure(self, group: dist.ProcessGroup, device: torch.device, *, computes: bool) -> torch.Tensor:
+        """Return the fields of a `Link`; `computes`: the processor that sends computes, too."""
         num_ranks = group.size()
 
         def timed(send: Callable[[torch.Tensor], object], num_bytes: int) -> float:
@@ -98,7 +99,30 @@ class LinkMeter:
         both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
         up = rate(lambda tensor: self._broadcast(tensor, group), 1.0, latency_s / 2)
         down = rate(lambda tensor: self._broadcast(tensor, group, num_ranks - 1), 1.0, latency_s / 2)
-        return torch.tensor([latency_s, up, down, both], dtype=torch.float64, device=device)
+        lost_s = 0.0
+        if self._agree(float(computes), group, device):
+            sent = min(both * max(_BESIDE_S, 2 * latency_s), float(_LARGEST_BYTES))
+            num_values = max(1, int(sent * num_ranks / (2 * (num_ranks - 1))) // 4)
+            lost_s = self._agree(computes * self._lost_s(group, num_values), group, device) / sent
+        return torch.tensor([latency_s, up, down, both, lost_s], dtype=torch.float64, device=device)
+
+    def _lost_s(self, group: dist.ProcessGroup, num_values: int) -> float:
+        """Return the seconds that a computation on this processor loses to one sum of so many values beside it."""
+        values, left, right = torch.zeros(num_values), torch.ones(64, 512), torch.ones(512, 512)
+        out, found = left @ right, []
+        for _ in range(_NUM_BESIDE):
+            self._agree(0.0, group, values.device)
+            began_s, count = time.perf_counter(), 0
+            pending = self._groups.begin(dist.all_reduce(values, group=group, async_op=True), True)
+            while not pending.done:
+                torch.mm(left, right, out=out)
+                count += 1
+            pending.wait()
+            ended_s = time.perf_counter()
+            for _ in range(count):
+                torch.mm(left, right, out=out)
+            found.append(2 * ended_s - began_s - time.perf_counter())
+        return max(0.0, statistics.median(found))
 
     def _agree(self, seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
         """Return the longest time of all ranks."""

@@ -20,6 +20,7 @@ Note [Fragments]
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from torch import nn
 from evenload.balance.wire_bytes import GradientSize, sent_bytes
 from evenload.errors import NonFiniteError, StepError
 from evenload.training.comm.islands import IslandLink
+from evenload.training.comm.pending import Pending
 from evenload.training.parallel.wire.outer_wire import OuterSum, OuterWire, outer_size
 
 
@@ -223,6 +225,27 @@ class OuterState:
             for name, value in zip(fragment.names, fragment.momentum, strict=False):
                 if name in state and state[name].shape == value.shape:
                     value.copy_(state[name])
+
+
+class _NoLink(IslandLink):
+    def __init__(self) -> None:
+        self.num_islands = 1
+
+    def sum_async(self, tensor: torch.Tensor) -> Pending:
+        return Pending(None, blocking=False)
+
+    def pass_on(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+def outer_seconds(device: torch.device) -> float:
+    """Return the seconds for a value that an island computes at a synchronisation, from the second of two without a link."""
+    outer = OuterState([nn.Linear(1024, 1024, device=device)], _NoLink(), lr=1.0, momentum=0.0, num_fragments=1)
+    for units in (1.0, 2.0):
+        began_s = time.perf_counter()
+        outer.synchronise(units)  # reads the units from the device last
+        seconds = time.perf_counter() - began_s
+    return seconds / outer.payload.num_values
 
 
 def cut(models: Sequence[nn.Module], num_fragments: int) -> list[Fragment]:

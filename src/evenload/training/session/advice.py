@@ -9,8 +9,18 @@ from dataclasses import asdict
 
 from torch import nn
 
-from evenload.balance.exchange_times import Work, cheapest, describe, exchange_s, local_options, options_of
+from evenload.balance.exchange_times import (
+    Work,
+    as_measured,
+    cheapest,
+    describe,
+    exchange_s,
+    local_options,
+    options_of,
+    without_exchange,
+)
 from evenload.balance.wire_bytes import FORMATS
+from evenload.training.parallel.outer import outer_seconds
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
 from evenload.training.step.context import TrainingContext
@@ -86,13 +96,18 @@ class LinkAdvice(StepListener):
             statistics.median(self._computed_s[1:]),
             plan.num_micro,
             codec_seconds(context.device, size),
-            context.device.type == "cpu",
+            outer_seconds(context.device),
+            encodes_on_cpu=context.device.type == "cpu",
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),
         )
+        took_s, is_island = statistics.median(self._took_s[1:]), context.islands is not None
+        present = context.wire.format if context.wire is not None else None
+        wire = "fp32" if present is None else present.name
+        work = work if is_island else without_exchange(work, wire, size, link, senders)
         options = options_of(size, link, senders, work, context.config.sync_every)
+        options = options if is_island else as_measured(options, wire, size, link, senders, work, took_s)
         best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
-        took_s = statistics.median(self._took_s[1:])
         context.recorder.event(
             "advice",
             f"a step computes for {work.compute_s:.3g} s on the slowest rank and took {took_s:.3g} s. Predicted on this link:\n"

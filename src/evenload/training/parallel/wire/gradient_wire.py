@@ -246,13 +246,15 @@ class GradientWire:
     def _observe(self, observation: GradientObservation, factor: float) -> None:
         """Add a call that counts to what ``auto`` knows, and choose when it knows enough."""
         square = sum(_square(bucket.memory.gradients) for bucket in self._observed) / factor**2
+        size = size_of({slot.param: None for bucket in self._buckets for slot in bucket.slots})
+        if observation.num_calls == NUM_CALLS - 1 and self._buckets:
+            observation.rehearse(self._buckets[0].flat.device, size)
         sums = self._sum(observation.own)
         observation.add(sums, square)
         link = self._link.link if self._link is not None else None
         if observation.num_calls < NUM_CALLS or self._link is None or link is None:
             return
-        params = {slot.param: None for bucket in self._buckets for slot in bucket.slots}
-        chosen, why = observation.choose(size_of(params), link, self._link.num_senders)
+        chosen, why = observation.choose(size, link, self._link.num_senders)
         self._agree_on_format(chosen)
         self._observation = None
         taken = "fp32" if self.format is None else self.format.name

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from evenload.balance.exchange_times import Link, Work, wire_options
+from evenload.balance.exchange_times import Link, Work, wire_options, without_exchange
 from evenload.balance.wire_bytes import GradientSize
 from evenload.balance.wire_choice import ObservedGradients, choose_wire, noise_square
 from evenload.training.parallel.buckets import Bucket
 from evenload.training.parallel.wire.codec import message_bytes, pack, unpack
-from evenload.training.parallel.wire.formats import CODECS, wide_dtype
+from evenload.training.parallel.wire.formats import CODECS, codec_seconds, wide_dtype
 
 NUM_CALLS = 8
 CHOICES = ("fp32", *(codec.name for codec in CODECS))
@@ -24,18 +24,17 @@ class GradientObservation:
     def __init__(self) -> None:
         self.num_calls = 0
         self._noise = 0.0
-        self._totals = torch.zeros(len(CODECS) + 4, dtype=torch.float64)
-        """Over calls and ranks: |g_r|², what each codec loses of it, seconds of codecs on CPUs, of codecs, of computation."""
+        self._totals = torch.zeros(2 * len(CODECS) + 3, dtype=torch.float64)
+        """Over calls and ranks: |g_r|², what each codec loses of it, its seconds for a value and ranks on CPUs (once), seconds of
+        computation."""
         self.own = self._totals.clone()
         """The same of this rank in this call."""
-        self._num_values = 0
         self._num_micro = 1
         self._shares: tuple[int, ...] = ()
         self._began_s = 0.0
 
     def begin(self, shares: Sequence[int], num_micro: int) -> None:
         self.own.zero_()
-        self._num_values = 0
         self._shares, self._num_micro = tuple(shares), num_micro
         self._began_s = time.perf_counter()
 
@@ -50,12 +49,14 @@ class GradientObservation:
             pack(codec, values, bucket.memory.norm, message)
             unpack(codec, message, part)
             self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
-        seconds = time.perf_counter() - began_s
-        self._num_values += bucket.memory.gradients.numel()
-        self.own[-3] += seconds * (values.device.type == "cpu")
-        self.own[-2] += seconds
-        self._began_s += seconds
+        self._began_s += time.perf_counter() - began_s
         self.own[-1] = time.perf_counter() - self._began_s
+
+    def rehearse(self, device: torch.device, size: GradientSize) -> None:
+        """Add what the codecs cost on this rank's device to one of the calls."""
+        found = codec_seconds(device, size)
+        costs = [*(found[codec.name] for codec in CODECS), float(device.type == "cpu")]
+        self.own[1 + len(CODECS) : -1] = torch.tensor(costs, dtype=torch.float64)
 
     def add(self, sums: torch.Tensor, square: float) -> None:
         """Add a call: the sum of `own` over ranks, and the squared norm of the summed gradient, in units of the buckets."""
@@ -65,11 +66,14 @@ class GradientObservation:
 
     def choose(self, size: GradientSize, link: Link, num_senders: int) -> tuple[str, str]:
         """Return a format and the reason."""
-        own, *lost = (float(value) for value in self._totals[:-3])
-        per_call = self.num_calls * len([n for n in self._shares if n]) or 1
-        codec_s, compute_s = (float(value) / per_call for value in self._totals[-2:])
-        value_s = codec_s / len(CODECS) / max(1, self._num_values)
-        work = Work(compute_s, self._num_micro, dict.fromkeys(CHOICES[1:], value_s), bool(self._totals[-3] > 0))
-        observed = ObservedGradients(own, self._noise, dict(zip(CHOICES[1:], lost, strict=True)))
+        own, *found, num_cpus, computed_s = self._totals.tolist()
+        lost, codec_s = (
+            dict(zip(CHOICES[1:], part, strict=True)) for part in (found[: len(CODECS)], found[len(CODECS) :])
+        )
+        num_ranks = len([n for n in self._shares if n]) or 1
+        costs = {name: seconds / num_ranks for name, seconds in codec_s.items()}
+        work = Work(computed_s / (self.num_calls * num_ranks), self._num_micro, costs, encodes_on_cpu=num_cpus > 0)
+        work = without_exchange(work, "fp32", size, link, num_senders)
+        observed = ObservedGradients(own, self._noise, lost)
         options = wire_options(size, link, num_senders, work, CHOICES)
         return choose_wire(observed, dict(zip(CHOICES, options, strict=True)))

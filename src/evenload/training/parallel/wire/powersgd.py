@@ -12,9 +12,7 @@ Note [Equal in each bit]
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +21,6 @@ import torch.distributed as dist
 from evenload.balance.wire_bytes import POWERSGD_RANK, is_compressed
 from evenload.training.comm.wire_groups import WireGroups
 from evenload.training.parallel.wire.bucket_sum import BucketSum, Matrix, Steps
-
-_TIMED_VALUES = 1 << 20
-"""Of a matrix whose shape is timed: a whole embedding might not fit into what is left of a device."""
 
 
 class PowerSGD:
@@ -44,7 +39,7 @@ class PowerSGD:
         starts = [self.start(one, values) for one in chosen]
         products = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
         first = torch.cat([*map(torch.flatten, products), *rest, job.scalar.view(1)])
-        yield _all_reduce(first, groups.stages[0])
+        yield from _all_reduce(first, groups, 0)
         *summed, norm = torch.split_with_sizes(first, [*(p.numel() for p in products), *map(len, rest), 1])
         bases = [orthonormal(s.view_as(p)) for s, p in zip(summed, products, strict=False)]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
@@ -53,7 +48,7 @@ class PowerSGD:
         for one, matrix, basis, factor in zip(chosen, matrices, bases, own, strict=True):
             lost = job.lost[one.start : one.stop].view_as(matrix)
             torch.addmm(matrix, basis, factor.T, alpha=-1, out=lost)
-        yield _all_reduce(second, groups.stages[1])
+        yield from _all_reduce(second, groups, 1)
         factors = [
             s.view_as(f) for s, f in zip(torch.split_with_sizes(second, [f.numel() for f in own]), own, strict=False)
         ]
@@ -71,29 +66,6 @@ class PowerSGD:
             return known.to(like)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {one.name}".encode()))
         return torch.randn(one.num_columns, POWERSGD_RANK, generator=generator, dtype=torch.float64).to(like)
-
-
-def powersgd_seconds(matrices: Sequence[tuple[int, int]], device: torch.device) -> float:
-    """Return the seconds that a rank computes for one sum of matrices of these shapes.
-
-    Each shape is timed twice, with as many rows as take 4 MiB: its time is proportional to them.
-    """
-    total_s = 0.0
-    for (num_rows, num_columns), count in Counter(one for one in matrices if is_compressed(*one)).items():
-        timed_rows = min(num_rows, max(POWERSGD_RANK, _TIMED_VALUES // num_columns))
-        matrix = torch.ones(timed_rows, num_columns, device=device)
-        start = torch.ones(num_columns, POWERSGD_RANK, device=device)
-        for _ in range(2):
-            began_s = time.perf_counter()
-            basis = orthonormal(matrix @ start)
-            factor = matrix.T @ basis
-            torch.addmm(matrix, basis, factor.T, alpha=-1)
-            _multiply(basis, factor, out=matrix)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - began_s
-        total_s += count * seconds * num_rows / timed_rows
-    return total_s
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
@@ -134,6 +106,6 @@ def _between(chosen: Sequence[Matrix], num_values: int) -> list[tuple[int, int]]
     return [(low, high) for low, high in zip(starts, stops, strict=True) if low < high]
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
-    return work
+def _all_reduce(tensor: torch.Tensor, groups: WireGroups, stage: int) -> Steps:
+    if groups.stages:  # if not, it is rehearsed (formats.py)
+        yield dist.all_reduce(tensor, group=groups.stages[stage], async_op=True)

@@ -33,7 +33,7 @@ class QuantisedSum:
         own = _bytes(message_bytes(codec, len(values)), values)
         pack(codec, values, job.scalar, own)
         table = own.new_empty(2, len(own))
-        yield _gather(table, own, groups.stages[0])
+        yield from _gather(table, own, groups, 0)
         parts = torch.empty_like(values), torch.empty_like(values)
         norms = [unpack(codec, message, part) for message, part in zip(table, parts, strict=True)]
         job.lost = values - parts[groups.index]
@@ -73,7 +73,7 @@ class QuantisedSum:
         unpack(codec, result, term)
         torch.sub(total, term, out=lost)
         gathered = result.new_empty(len(spans), len(result))
-        yield _gather(gathered, result, groups.stages[1])
+        yield from _gather(gathered, result, groups, 1)
         for (low, high), message in zip(spans, gathered, strict=True):
             job.scalar.copy_(unpack(codec, message, values[low:high]))
 
@@ -88,6 +88,9 @@ def _bytes(num_bytes: int, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
 
 
-def _gather(table: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = dist.all_gather(list(table.unbind()), own, group=group, async_op=True)
-    return work
+def _gather(table: torch.Tensor, own: torch.Tensor, groups: WireGroups, stage: int) -> Steps:
+    if groups.stages:
+        yield dist.all_gather(list(table.unbind()), own, group=groups.stages[stage], async_op=True)
+    else:
+        # Rehearsed (formats.py): gloo receives into memory of its own, and copies from there.
+        table.copy_(torch.stack([own] * len(table)))
