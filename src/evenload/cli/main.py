@@ -115,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except EvenloadError as error:
         print(f"evenload: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except PermissionError as error:
+        text = f"{error.filename}: {error.strerror}; start this as the user to whom it belongs, who may also open it to others"
+        print(f"evenload: error: {text}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

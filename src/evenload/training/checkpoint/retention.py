@@ -45,8 +45,11 @@ class Retention:
 
     @property
     def misses_metric(self) -> bool:
-        """True if the metric of ``best`` was never logged."""
-        return self.best is not None and self.best[0] not in self._logged
+        """True if the metric of ``best`` was never logged, in no earlier session either."""
+        if self.best is None or self.best[0] in self._logged:
+            return False
+        best = checkpoints.read_best(self._run)
+        return best is None or best.metric != self.best[0]
 
     def begin(self, step: int) -> None:
         """Note that the checkpoint of `step` is being written, in any thread; a metric logged until `end` belongs to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,14 @@ def open_files_named() -> Iterator[None]:
             f"{error}: this process may open {most} files at once; raise the limit, such as by `ulimit -n 4096`, and start the "
             "same command again"
         ) from error
+
+
+def make_launch_folder() -> Path:
+    """Make the folder of a launch; LaunchError where no folder for temporary files can be written."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="evenload-"))
+    except OSError as error:
+        raise LaunchError(f"{error}: files of workers go there; set TMPDIR to a folder that can be written") from error
 
 
 def can_change(request: LaunchRequest, spec: WorkerSpec) -> bool:

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from evenload.training.launch.device_changes import change_devices
 from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
-from evenload.training.launch.host_workers import HostWorkers, can_change, open_files_named
+from evenload.training.launch.host_workers import HostWorkers, can_change, make_launch_folder, open_files_named
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.queue_devices import QueueDevices
@@ -84,7 +83,7 @@ def launch(
             workers = plan(following, host)
             for problem in host.problems:
                 _print(problem)
-            folder = Path(tempfile.mkdtemp(prefix="evenload-"))
+            folder = make_launch_folder()
             supervisor = _Supervisor(following, folder, report)
             supervisor.received_signals = received
             try:
@@ -172,7 +171,7 @@ class _Supervisor:
         self._close_output()
         self._host.close()
         if self._control is not None:
-            self._control.close()
+            self._control.close(goes_on=self.following is not None)
         self._peers.close()
         self._close_store()
         if self._throttle is not None:
