@@ -256,3 +256,15 @@ def test_where_the_best_is_damaged_the_best_of_those_left_counts(run: Path, mode
     assert chosen is not None and (chosen.step, chosen.value) == (best, values[best])
     assert not log(3, 0.25), "the step done again is no better than the one that is left"
     assert log(4, values[3])
+
+
+@pytest.mark.parametrize(("logged", "best"), [(2, 2), (3, 3), (4, None)])
+def test_who_takes_over_from_rank_0_notes_the_metric_of_weights_that_are_on_the_disk(
+    run: Path, logged: int, best: int | None
+) -> None:
+    retention = Retention(run)  # of another rank, which logs as rank 0 does and looks once it is rank 0
+    retention.set_options(3, ("val", "min"))
+    retention.log({"val": 0.1}, logged)
+    assert not retention.needs_write(5)
+    found = read_best(run)
+    assert (found and found.step) == best
