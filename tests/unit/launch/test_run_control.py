@@ -14,7 +14,7 @@ from evenload.training.launch.run_control import RunControl, change_devices_of, 
 
 def test_a_change_that_a_later_one_replaces_is_not_done(tmp_path: Path) -> None:
     control, received, ends = RunControl(tmp_path), [], {}
-    control.announce(tmp_path, ["rank 0"])
+    control.announce(tmp_path, ["rank 0: cpu"])
 
     def request(devices: str) -> None:
         try:
@@ -27,13 +27,13 @@ def test_a_change_that_a_later_one_replaces_is_not_done(tmp_path: Path) -> None:
         thread.start()
         until_s = time.monotonic() + 20
         while devices not in received and time.monotonic() < until_s:
-            control.poll(lambda text: received.append(text) or ([f"to {text}"], 1), changes=True)
+            control.poll(lambda text: received.append(text) or ([f"to {text}"], ["cpu"]), changes=True)
         return thread
 
     threads = [begin("cpu:3"), begin("cpu:2")]
     threads[0].join(20)
     assert ends == {"cpu:3": f"{tmp_path}: a later change replaced this one: -d cpu:2"}
-    control.poll(lambda _: ([], 1), changes=False)
+    control.poll(lambda _: ([], []), changes=False)
     threads[1].join(20)
     control.close()
     assert ends["cpu:2"] == ["to cpu:2"]
@@ -43,8 +43,8 @@ def test_two_requests_of_the_same_devices_end_together_and_devices_that_did_not_
     tmp_path: Path,
 ) -> None:
     control, ends = RunControl(tmp_path), []
-    control.announce(tmp_path, ["rank 0", "rank 1"])
-    for num_ranks, is_done in ((2, True), (3, False)):
+    control.announce(tmp_path, ["rank 0: cuda:0", "rank 1: cpu"])
+    for names, is_done in ((["cpu", "cuda:0"], True), (["cuda:0+cpu"], False), (["cuda:0", "cpu", "cpu"], False)):
         ends.clear()
         received: list[str] = []
 
@@ -59,11 +59,11 @@ def test_two_requests_of_the_same_devices_end_together_and_devices_that_did_not_
             thread.start()
         until_s = time.monotonic() + 20
         while len(received) < 2 and time.monotonic() < until_s:
-            control.poll(lambda text: received.append(text) or ([f"to {text}"], num_ranks), changes=True)  # noqa: B023
-        control.poll(lambda _: ([], 0), changes=False)
+            control.poll(lambda text: received.append(text) or ([f"to {text}"], names), changes=True)  # noqa: B023
+        control.poll(lambda _: ([], []), changes=False)
         for thread in threads:
             thread.join(20)
-        wrong = f"{tmp_path}: the run has 2 ranks instead of the 3 of -d 0,1,2; its output names the cause"
+        wrong = f"{tmp_path}: the run is on cuda:0, cpu instead of -d 0,1,2; its output names the cause"
         assert ends == ([["to 0,1,2"]] if is_done else [wrong]) * 2
     control.close()
 

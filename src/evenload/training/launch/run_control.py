@@ -39,8 +39,8 @@ class RunControl:
         self._path.chmod(0o600)
         self._listener.listen()
         self._reading: dict[socket.socket, bytes] = {}
-        self._waiting: list[tuple[socket.socket, str, int]] = []
-        """Clients whose change has not taken effect, the devices that they named, and the number of ranks on these."""
+        self._waiting: list[tuple[socket.socket, str, list[str]]] = []
+        """Clients whose change has not taken effect, the devices as they named them, and one by one."""
         self._run_folder: Path | None = None
         self._members: list[str] = []
 
@@ -58,8 +58,8 @@ class RunControl:
         with suppress(OSError):  # the folder may be full or gone, which is no reason to end the run
             write_atomically(run_folder / LAUNCH_FILE, json.dumps(content))
 
-    def poll(self, change_devices: Callable[[str], tuple[Sequence[str], int]], changes: bool) -> None:
-        """Answer requests; `change_devices` returns lines and the number of ranks; `changes`: one has not taken effect."""
+    def poll(self, change_devices: Callable[[str], tuple[Sequence[str], list[str]]], changes: bool) -> None:
+        """Answer requests; `change_devices` returns lines and all devices; `changes`: one has not taken effect."""
         with suppress(BlockingIOError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
@@ -83,9 +83,9 @@ class RunControl:
                 changes = True  # the clients learn at the next poll
         if not changes:
             for connection, devices, wanted in self._waiting:
-                found = len(self._members)
-                why = f"the run has {found} ranks instead of the {wanted} of -d {devices}; its output names the cause"
-                _send(connection, {"done": True} if found == wanted else {"error": why})
+                found = [member.partition(": ")[2] for member in self._members]
+                why = f"the run is on {', '.join(found)} instead of -d {devices}; its output names the cause"
+                _send(connection, {"done": True} if sorted(found) == sorted(wanted) else {"error": why})
                 connection.close()
             self._waiting.clear()
 
@@ -100,11 +100,11 @@ class RunControl:
                     path.unlink()
 
     def _answer(
-        self, connection: socket.socket, text: bytes, change_devices: Callable[[str], tuple[Sequence[str], int]]
+        self, connection: socket.socket, text: bytes, change_devices: Callable[[str], tuple[Sequence[str], list[str]]]
     ) -> None:
         try:
             devices = str(json.loads(text)["devices"])
-            lines, num_ranks = change_devices(devices)
+            lines, names = change_devices(devices)
         except EvenloadError as error:
             _send(connection, {"error": str(error)})
         except (ValueError, KeyError, TypeError):
@@ -116,7 +116,7 @@ class RunControl:
                 if others != devices:
                     _send(earlier, {"error": f"a later change replaced this one: -d {devices}"})
                     earlier.close()
-            self._waiting = [row for row in self._waiting if row[1] == devices] + [(connection, devices, num_ranks)]
+            self._waiting = [row for row in self._waiting if row[1] == devices] + [(connection, devices, names)]
             return
         connection.close()
 
