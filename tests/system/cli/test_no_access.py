@@ -29,6 +29,14 @@ def test_a_run_of_another_user(
     assert f"{tmp_path}/events.jsonl: Permission denied; start this as the user to whom it belongs" in error
 
 
+def test_a_full_disk_takes_no_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(path: Path) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reader, "is_run", refuse)
+    assert "evenload: error: the output: No space left on device" in ended(["show", "/"], capsys)
+
+
 def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> Path:
         raise RuntimeError("Could not determine home directory.")
