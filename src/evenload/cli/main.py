@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import evenload
 from evenload.cli.exit_codes import help_text
 from evenload.errors import ConfigError, EvenloadError
 from evenload.foreign_names import COMMANDS_ELSEWHERE, describe_unknown
-from evenload.job.output import open_standard_streams
+from evenload.job.output import FULL_DISK_ERRORS, open_standard_streams
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:
         print(f"evenload: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, *FULL_DISK_ERRORS):
+            raise
+        hint = "; start this as the user to whom it belongs, who may also open it to others" if error.filename else ""
+        text = f"{error.filename or 'the output'}: {error.strerror}{hint}"
+        print(f"evenload: error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evenload.atomic_file import write_atomically
@@ -72,13 +72,17 @@ def is_step_folder(path: Path) -> bool:
 
 
 def read_best(run: Path) -> BestCheckpoint | None:
-    """Return the best checkpoint; None if none was chosen, or it is gone."""
+    """Return the best checkpoint, the best one that is left if that is gone; None if none was chosen or is left."""
     try:
         row = json.loads((run / CHECKPOINT_FOLDER / BEST_FILE).read_text())
         best = BestCheckpoint(int(row["step"]), str(row["metric"]), str(row["mode"]), float(row["value"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return best if step_folder(run, best.step).is_dir() else None
+    if step_folder(run, best.step).is_dir():
+        return best
+    infos = [(step_of(folder), read_info(folder)) for folder in checkpoint_folders(run)]
+    left = [replace(best, step=step, value=float(i["value"])) for step, i in infos if i.get("metric") == best.metric]
+    return (min if best.mode == "min" else max)(left, key=lambda found: found.value, default=None)
 
 
 def write_best(run: Path, best: BestCheckpoint) -> None:

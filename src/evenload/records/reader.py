@@ -89,6 +89,11 @@ class RecordTail:
         since_s = -float("inf") if since_s is None else since_s
         self._tails = (_FileTail(folder / EVENTS_FILE, since_s), _FileTail(folder / STEPS_FILE, since_s))
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if the folder holds another run than the records that were read."""
+        return any(tail.is_replaced for tail in self._tails)
+
     def poll(self) -> list[Record]:
         """Return the records since the last call in the order of their times."""
         return list(self.stream())
@@ -105,11 +110,21 @@ class _FileTail:
         self._offset = 0
         self._inode = -1
 
+    @property
+    def is_replaced(self) -> bool:
+        try:
+            return self._inode != -1 and self._is_other(self._path.stat())
+        except OSError:
+            return False
+
+    def _is_other(self, state: os.stat_result) -> bool:
+        return state.st_ino != self._inode or state.st_size < self._offset
+
     def stream(self) -> Iterator[Record]:
         try:
             with self._path.open("rb") as file:
                 state = os.fstat(file.fileno())
-                if state.st_ino != self._inode or state.st_size < self._offset:
+                if self._is_other(state):
                     self._inode = state.st_ino
                     self._offset = self._first_offset(file.fileno(), state.st_size)
                 if state.st_size == self._offset:

@@ -38,7 +38,12 @@ def default_folder() -> Path:
 def user_folder() -> Path:
     """Return the folder of this user's state: `$XDG_STATE_HOME/evenload`, by default `~/.local/state/evenload`."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
+    try:
+        base = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the folder of your queue is in your home folder, and this user has none: set HOME ({error})"
+        ) from error
     return base / "evenload"
 
 

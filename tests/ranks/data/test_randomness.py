@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -43,6 +44,75 @@ def rows(shares: tuple[int, ...], num_micro: int = 1, epochs: int = 2, **loader:
                         torch.rand(3)  # as the model's dropout does
                         random.random()
     return found
+
+
+OF_THE_SCRIPT = random.Random(5)
+
+
+def named() -> float:
+    return OF_THE_SCRIPT.random()
+
+
+class Flip:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __call__(self, number: float) -> float:
+        return number + torch.rand((), generator=self.generator).item()
+
+
+class NoisyByItsOwn(Numbers):
+    """Draws from generators of its own: an attribute, one of a transform, and one that a function names."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.rng = numpy.random.default_rng(3)
+        self.secure = random.SystemRandom()  # it has no state
+        self.transforms = [Flip()]
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index), self.rng.random(), self.transforms[0](0.0), named()]).double()
+
+
+class NoisyByItsOwnInBatches(NoisyByItsOwn):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [NoisyByItsOwn, NoisyByItsOwnInBatches])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("shares", "num_micro"), [((1,), 1), ((5, 1), 1), ((0, 1, 3), 3)])
+def test_generators_of_the_scripts_own_are_keyed_and_stay_as_they_were(
+    kind: type[NoisyByItsOwn], num_workers: int, shares: tuple[int, ...], num_micro: int
+) -> None:
+    wanted, data, before = rows((1,), dataset=NoisyByItsOwn(40)), kind(40), OF_THE_SCRIPT.getstate()
+    assert rows(shares, num_micro, num_workers=num_workers, dataset=data) == wanted
+    assert all(len({row[column] for row in wanted.values()}) == 80 for column in range(3))
+    assert OF_THE_SCRIPT.getstate() == before and data.rng.random() == numpy.random.default_rng(3).random()
+
+
+class Collator:
+    def __init__(self) -> None:
+        self.rng = numpy.random.default_rng(1)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.tensor([self.rng.random()])
+
+
+def collate_with(own: Any, samples: list[Any]) -> Any:
+    return torch.tensor([own.random()])
+
+
+@pytest.mark.parametrize("kind", ["named", "argument", "attribute"])
+def test_a_generator_of_collate_fn_draws_others_for_each_part(kind: str) -> None:
+    own = numpy.random.default_rng(1)
+    kinds: dict[str, Any] = {
+        "named": lambda samples: torch.tensor([own.random()]),
+        "argument": functools.partial(collate_with, own),
+        "attribute": Collator().collate,
+    }
+    ranks = make_ranks(Board((2, 3)), DataLoader(Numbers(20), batch_size=5, collate_fn=kinds[kind]))
+    assert len({batch.micro(0).data.item() for step in lockstep(ranks) for batch in step}) == 8
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

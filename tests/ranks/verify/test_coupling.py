@@ -128,3 +128,29 @@ def test_the_run_is_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(CouplingWatch, "on_end", lambda *_: None)
     without = _train(softmax_over_the_batch, str(tmp_path / "b"), "auto")
     assert torch.equal(with_it[0], without[0]) and with_it[1] == without[1]
+
+
+def _draw_from_its_own(folder, own):
+    run = evenload.init(project_dir=folder, seed=0)
+    model, loader = run.prepare(Encoder(), _loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = torch.Generator().manual_seed(1) if own else None
+
+    def loss_fn(batch):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(model.head(model(x + torch.randn(x.shape, generator=noise))), y)
+
+    for step in loader:
+        step.backward(loss_fn)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "own"), [(2, True), (2, False), (1, True)])
+def test_a_loss_that_draws_from_its_own_generator_is_named_once_where_ranks_would_draw_the_same(
+    tmp_path, num_ranks, own
+):
+    run_ranks(_draw_from_its_own, num_ranks, str(tmp_path), own)
+    text = (tmp_path / "events.jsonl").read_text()
+    assert text.count("loss_fn draws from a generator of the script's own") == (num_ranks > 1 and own)

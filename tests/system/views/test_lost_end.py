@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from evenload.cli.show import show
+from evenload.job.processes import identity_of
 from evenload.records.folder_lock import LOCK_FILE
 from evenload.records.recorder import Recorder
+from evenload.training.launch.run_control import LAUNCH_FILE
 from evenload.views.run.page import RunPage
 from tests.unit.views.make_run import write_run
 
@@ -40,6 +43,12 @@ def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
     assert shown() == (False, False), "its processes can't be seen from here"
     lock.write_text(f"process 1 on {socket.gethostname()}")
     assert shown() == (True, True)
+    process = identity_of(os.getpid())
+    assert process is not None
+    launcher = {"process": [process.pid, process.start_ticks, process.boot_id], "members": ["rank 0: cpu"]}
+    (tmp_path / LAUNCH_FILE).write_text(json.dumps(launcher))
+    assert shown() == (False, False), "its launcher is there, and may start all ranks again"
+    (tmp_path / LAUNCH_FILE).unlink()
     damaged = tmp_path / "checkpoints" / "step-00000005"
     damaged.mkdir()
     (damaged / "info.json").write_text("{")

@@ -4,6 +4,9 @@ import os
 import tempfile
 import time
 
+import pytest
+
+from evenload.errors import LaunchError
 from evenload.training.launch.launch_folder import launch_folder
 
 
@@ -26,3 +29,12 @@ def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp
         with launch_folder():
             assert not killed.exists() and running.exists()
     assert [*tmp_path.iterdir()] == [call]
+
+
+def test_without_a_folder_for_temporary_files_the_error_says_what_to_set(monkeypatch):
+    def refuse(prefix):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(LaunchError, match=r"No usable temporary directory found.*set TMPDIR"), launch_folder():
+        pass

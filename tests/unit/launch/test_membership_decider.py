@@ -240,6 +240,16 @@ def test_a_request_to_leave_of_a_joiner_ends_it():
     assert decider.request_leave(worker) == [EndWorker(worker)] and not decider.changes
 
 
+def test_who_was_to_leave_for_a_worker_that_does_not_come_stays():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    change = only(decider.request_leave("worker-0"), SendChange).change
+    decider.request_leave("worker-1")
+    assert switch_all(decider, change) == [] and decider.members == ("worker-1",) and decider.changes
+    decider.lost([loss(worker)], restart=False)
+    assert decider.staying == ("worker-1",) and not decider.changes
+
+
 def handed_over(decider):
     """The same decider on another machine."""
     return MembershipDecider.of_state(json.loads(json.dumps(decider.state())), "other:2")

@@ -291,6 +291,19 @@ def test_a_metric_that_never_came_is_reported(job: Callable[..., Job], capsys: p
     assert "no best checkpoint was kept: run.log never received 'val_los'" in capsys.readouterr().out
 
 
+def test_a_session_that_ends_before_its_first_validation_has_the_best_of_the_one_before(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for session in range(2):
+        now = job()
+        now.epochs = session + 1
+        now.epoch(lambda job, step: job.run.checkpoint(every=1, best=("val_loss", "min")) and None)
+        if not session:
+            now.run.log({"val_loss": 0.5})
+        now.run.close()
+    assert "no best checkpoint" not in capsys.readouterr().out
+
+
 def test_a_finished_run_goes_on_with_the_scheduler_of_its_end(job: Callable[..., Job], tmp_path: Path) -> None:
     now = job()
     now.epoch(lambda job, step: job.run.checkpoint(every=1) and None)

@@ -15,7 +15,7 @@ import evenload
 from evenload.cli.main import main
 from evenload.errors import CheckpointError, DamagedError
 from evenload.records import integrity
-from evenload.records.checkpoints import list_checkpoints
+from evenload.records.checkpoints import list_checkpoints, read_best
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.retention import Retention
 
@@ -233,3 +233,38 @@ def test_what_is_no_checkpoint_is_passed_over(run: Path, kind: str, why: str) ->
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         *("step-00000002", "step-00000003", "step-00000007.damaged"),
     }
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
+def test_where_the_best_is_damaged_the_best_of_those_left_counts(run: Path, mode: str, best: int) -> None:
+    values = {1: 0.2, 2: 0.3, 3: 0.1 if mode == "min" else 0.9}
+    retention = Retention(run)
+    retention.set_options(3, ("val", mode))
+
+    def log(step: int, value: float) -> bool:
+        retention.log({"val": value}, step)
+        return retention.needs_write(step)
+
+    assert not any(log(step, value) for step, value in values.items()), "each is on the disk"
+    chosen = read_best(run)
+    assert chosen is not None and chosen.step == 3
+    (run / "checkpoints" / "step-00000003" / "skeleton.pt").write_bytes(b"torn")
+    found = files.read_newest(run)
+    assert found is not None and found.folder.name == "step-00000002"
+    files.set_aside(found.damaged)
+    chosen = read_best(run)
+    assert chosen is not None and (chosen.step, chosen.value) == (best, values[best])
+    assert not log(3, 0.25), "the step done again is no better than the one that is left"
+    assert log(4, values[3])
+
+
+@pytest.mark.parametrize(("logged", "best"), [(2, 2), (3, 3), (4, None)])
+def test_who_takes_over_from_rank_0_notes_the_metric_of_weights_that_are_on_the_disk(
+    run: Path, logged: int, best: int | None
+) -> None:
+    retention = Retention(run)  # of another rank, which logs as rank 0 does and looks once it is rank 0
+    retention.set_options(3, ("val", "min"))
+    retention.log({"val": 0.1}, logged)
+    assert not retention.needs_write(5)
+    found = read_best(run)
+    assert (found and found.step) == best

@@ -204,6 +204,20 @@ def test_a_run_that_still_trains_and_a_torn_line_are_read(tmp_path: Path) -> Non
     assert "plots" in changed and "settings" not in changed
 
 
+def test_a_page_that_follows_a_run_begins_anew_with_it_and_says_that_it_was_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, 40)
+    page = RunPage(run)
+    assert page.update() is not None and page.history.num_steps == 40
+    run.rename(tmp_path / "aside")  # as by --fresh
+    assert "its folder was removed" in (page.update() or {})["head"]
+    write_run(run, 12, faults=(), start_s=START_S + 1000.0)
+    sections = page.update() or {}
+    assert (page.history.num_steps, page.history.num_sessions, page.history.num_repeated) == (12, 1, 0)
+    assert "computed again" not in sections["incidents"] and "2 sessions" not in sections["head"]
+    assert page.update() is None
+
+
 def test_a_resumed_run_before_its_first_step(tmp_path: Path) -> None:
     write_run(tmp_path, 20, faults=(), closed=False)
     Recorder(tmp_path).close()

@@ -45,8 +45,11 @@ class Retention:
 
     @property
     def misses_metric(self) -> bool:
-        """True if the metric of ``best`` was never logged."""
-        return self.best is not None and self.best[0] not in self._logged
+        """True if the metric of ``best`` was never logged, in no earlier session either."""
+        if self.best is None or self.best[0] in self._logged:
+            return False
+        best = checkpoints.read_best(self._run)
+        return best is None or best.metric != self.best[0]
 
     def begin(self, step: int) -> None:
         """Note that the checkpoint of `step` is being written, in any thread; a metric logged until `end` belongs to it."""
@@ -57,19 +60,21 @@ class Retention:
     def needs_write(self, step: int) -> bool:
         """Return, once for each value, whether the weights after `step` steps are the best so far and not on disk.
 
-        If they are on disk, note the metric there; if they are being written, note it at the `end`.
+        If they are on disk, note the metric there; if they are being written, note it at the `end`. The metric may be of
+        earlier weights, on disk, if the rank 0 was lost that would have noted it.
         """
-        value = self._value(step)
-        if value is None or self._judged == (step, value):
+        at = self._logged.get(self.best[0], (None, step))[1] if self.best is not None else step
+        value = self._value(at)
+        if value is None or self._judged == (at, value):
             return False
-        self._judged = (step, value)
-        if self._writing_step == step:
+        self._judged = (at, value)
+        if self._writing_step == at:
             self._unnoted = value
             return False
         with self._lock:
-            if not checkpoints.step_folder(self._run, step).is_dir():
-                return self._beats(value)
-            self._note_and_prune(step, value)
+            if not checkpoints.step_folder(self._run, at).is_dir():
+                return at == step and self._beats(value)
+            self._note_and_prune(at, value)
         return False
 
     def settle(self, step: int) -> None:

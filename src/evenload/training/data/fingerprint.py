@@ -56,7 +56,7 @@ class DatasetFingerprint:
 def fingerprint_of(loader: DataLoader[Any]) -> list[float]:
     dataset = loader.dataset
     samplers = [] if checks.is_stream(loader) else checks.samplers_of(loader)
-    parts = list(_parts(dataset))
+    parts = list(parts_of(dataset))
     integers, projection, norm = _contents(parts)
     found = DatasetFingerprint(
         num_samples=_length(dataset),
@@ -120,14 +120,14 @@ def _floats_differ(ranks: Sequence[DatasetFingerprint]) -> bool:
     )
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
+def parts_of(dataset: Any) -> Iterator[Any]:
     """Yield the dataset and those nested in torch's own wrappers."""
     yield dataset
     if isinstance(dataset, Subset):
-        yield from _parts(dataset.dataset)
+        yield from parts_of(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for one in dataset.datasets:
-            yield from _parts(one)
+            yield from parts_of(one)
 
 
 def _indices(owners: Iterable[Any]) -> float:

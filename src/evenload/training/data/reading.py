@@ -20,6 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 from evenload.errors import ConfigError, DataError
 from evenload.hardware import temporary_path_problem
 from evenload.training.data import randomness
+from evenload.training.data.fingerprint import parts_of
 from evenload.training.data.tuning import ReadSettings
 
 _WORKER_NICENESS = 10
@@ -58,9 +59,10 @@ class PartialRead(NamedTuple):
 class TaskDataset(Dataset[Any]):
     """The user's dataset, indexed by tasks; each worker has one.
 
-    Keyed randomness: the global generators are seeded by (seed, epoch, global position) before each sample, and by the
-    position of the first sample before collation. A dataset with ``__getitems__`` reads a whole task in one call while it
-    draws nothing from these generators. Its first draw is discarded, and it reads one sample at a time from then on.
+    Keyed randomness: the global generators, and those that the dataset and `collate_fn` hold or name, are seeded by (seed,
+    epoch, global position) before each sample, and by the position of the first sample before collation. A dataset with
+    ``__getitems__`` reads a whole task in one call while it draws nothing from these generators. Its first draw is discarded,
+    and it reads one sample at a time from then on.
 
     `cancelled` has shared flags by ``serial % len``; a task whose flag is set is left before its next sample.
     """
@@ -79,6 +81,8 @@ class TaskDataset(Dataset[Any]):
         self._seed = seed
         self._keyed = keyed and not (is_deterministic(dataset) and collate_fn is default_collate)
         self._cancelled = cancelled
+        self._found: tuple[int, list[Any]] = -1, []
+        """Generators of the script's own, as found in an epoch."""
         self._is_tabular = collate_fn is default_collate and _has_columns(dataset)
         self._reads_in_batches = reads_in_batches(dataset)
         self.rows = partial(_take_rows, dataset) if self._is_tabular and type(dataset) is TensorDataset else None
@@ -88,8 +92,19 @@ class TaskDataset(Dataset[Any]):
         """Read and collate; torch's fetcher passes on whatever the batch sampler yields."""
         if not self._keyed or get_worker_info() is not None:
             return self._read(task)
-        with randomness.forked():
+        with randomness.forked(self._own(task.epoch)):
             return self._read(task)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": (-1, [])}  # another process has its own
+
+    def _own(self, epoch: int) -> list[Any]:
+        """Return the generators of the script's own; left alone each rank would draw the same numbers, for other samples."""
+        if self._found[0] != epoch:
+            owners = (*parts_of(self.dataset), self.collate_fn) if self._keyed else ()
+            holders = (one for owner in owners for one in randomness.holders(owner))
+            self._found = epoch, randomness.find_generators(holders)
+        return self._found[1]
 
     def _read(self, task: ReadTask) -> Any:
         flags, flag = self._cancelled, -1
@@ -99,7 +114,8 @@ class TaskDataset(Dataset[Any]):
             return SkippedRead()
         if self._is_tabular and (found := _index_columns(self.dataset, task.keys)) is not None:
             return found
-        samples = self._read_in_batch(task) if self._reads_in_batches else None
+        own = self._own(task.epoch)
+        samples = self._read_in_batch(task, own) if self._reads_in_batches else None
         if samples is None:
             samples = []
             seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
@@ -108,10 +124,10 @@ class TaskDataset(Dataset[Any]):
                 if flag >= 0 and flags[flag]:
                     return SkippedRead()
                 if self._keyed:
-                    randomness.reseed(randomness.mix(seed, position))
+                    randomness.reseed(randomness.mix(seed, position), own)
                 samples.append(self.dataset.__getitems__([key])[0] if by_list else self.dataset[key])
         if self._keyed:
-            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low))
+            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low), own)
         if not isinstance(samples, list) or (num_left := sum(sample is not None for sample in samples)) == len(samples):
             return self.collate_fn(samples)
         try:
@@ -124,14 +140,16 @@ class TaskDataset(Dataset[Any]):
                 f"{task.keys[0]!r}), and collate_fn failed. Leave them out before training: Subset(dataset, good_indices)"
             ) from error
 
-    def _read_in_batch(self, task: ReadTask) -> Any:
+    def _read_in_batch(self, task: ReadTask, own: list[Any]) -> Any:
         """Return the samples from one call; None if that drew random numbers, which would depend on the split."""
         if self._keyed:
-            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.SAMPLE, task.low))
-            before = randomness.comparable_global_state()
+            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.SAMPLE, task.low), own)
+            before = randomness.comparable_global_state(), randomness.save_generators(own)
         samples = self.dataset.__getitems__(list(task.keys))
         # Anything but a list is a whole batch for the user's own collate_fn, which can't be joined from single samples.
-        if not self._keyed or not isinstance(samples, list) or randomness.comparable_global_state() == before:
+        if not self._keyed or not isinstance(samples, list):
+            return samples
+        if (randomness.comparable_global_state(), randomness.save_generators(own)) == before:
             return samples
         self._reads_in_batches = False
         return None

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.compute.micro_steps import LossFn
+from evenload.training.launch.environment import devices_without_effect
+from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.step import Step, StepListener
 
@@ -145,6 +147,8 @@ def why_not_restored(
     context: TrainingContext, models: Sequence[nn.Module], unregistered: Callable[[], Sequence[str]]
 ) -> str:
     """Return why the state of another rank would not make this rank equal to it; empty if it would."""
+    if len(context.spec.devices) > 1 and not any(split_of(model) for model in models):
+        return devices_without_effect(context.spec)
     held = context.registry.values()
     parts = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
     missing = [type(m).__name__ for m in models if not any(m is part for part in parts) and _trains(m)]

@@ -9,8 +9,8 @@ from evenload.training.launch.changeable_members import ChangeableMembers
 from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
 
 
-def change_devices(members: ChangeableMembers, text: str, settings: Mapping[str, Any]) -> list[str]:
-    """Request these devices, as ``-d`` names them, and return a line for each worker that joins or leaves.
+def change_devices(members: ChangeableMembers, text: str, settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Request these devices, as ``-d`` names them; return a line for each worker that joins or leaves, and all devices.
 
     ConfigError: an unknown device, another number of fixed shares, or the members of this run can't change.
     """
@@ -33,7 +33,8 @@ def change_devices(members: ChangeableMembers, text: str, settings: Mapping[str,
     lines += [f"rank {members.rank_of(name)} ({members.where(name)}) leaves at the end of a step" for name in leaving]
     for name in leaving:
         members.remove(name)
-    return lines or ["these are the devices of the run already"]
+    names = ["+".join(device.devices) or device.device for device in (*kept, *wanted)]
+    return lines or ["these are the devices of the run already"], names
 
 
 def _key(device: RankDevice) -> tuple[str, ...]:

@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from evenload.errors import LaunchError
+
 _PREFIX, _LOCK, _NEW_S = "evenload-run-", "lock", 60.0
 
 
 @contextmanager
 def launch_folder() -> Iterator[Path]:
-    """Yield a new folder, and remove it at the end; OSError: there can be none."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    """Yield a new folder, and remove it at the end; LaunchError where no folder for temporary files can be written."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    except OSError as error:
+        raise LaunchError(f"{error}: files of workers go there; set TMPDIR to a folder that can be written") from error
     try:
         with (folder / _LOCK).open("w") as own:
             with suppress(OSError):  # a file system without locks: nothing is removed

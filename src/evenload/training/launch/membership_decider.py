@@ -239,6 +239,8 @@ class MembershipDecider:
         for loss in lost_joiners:
             del self._joiners[loss.worker]
             self._restart(loss, instructions, restart, "before it could join")
+        if lost_joiners and not (self._joiners or self._to_start) and all(map(self.leaves, self.members)):
+            self._leaving.clear()  # nobody has come in their place
         self._lost |= {loss.worker: loss for loss in lost_members}
         if self._finished:
             self.lost_late += [one.worker for one in lost_members if one.worker not in self.scripts_ended]

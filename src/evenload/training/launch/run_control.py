@@ -39,8 +39,8 @@ class RunControl:
         self._path.chmod(0o600)
         self._listener.listen()
         self._reading: dict[socket.socket, bytes] = {}
-        self._waiting: list[socket.socket] = []
-        """Clients whose change has not taken effect."""
+        self._waiting: list[tuple[socket.socket, str, list[str]]] = []
+        """Clients whose change has not taken effect, the devices as they named them, and one by one."""
         self._run_folder: Path | None = None
         self._members: list[str] = []
 
@@ -58,8 +58,8 @@ class RunControl:
         with suppress(OSError):  # the folder may be full or gone, which is no reason to end the run
             write_atomically(run_folder / LAUNCH_FILE, json.dumps(content))
 
-    def poll(self, change_devices: Callable[[str], Sequence[str]], changes: bool) -> None:
-        """Answer requests; `changes`: a change has not taken effect."""
+    def poll(self, change_devices: Callable[[str], tuple[Sequence[str], list[str]]], changes: bool) -> None:
+        """Answer requests; `change_devices` returns lines and all devices; `changes`: one has not taken effect."""
         with suppress(BlockingIOError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
@@ -82,23 +82,29 @@ class RunControl:
                 self._answer(connection, text, change_devices)
                 changes = True  # the clients learn at the next poll
         if not changes:
-            for connection in self._waiting:
-                _send(connection, {"done": True})
+            for connection, devices, wanted in self._waiting:
+                found = [member.partition(": ")[2] for member in self._members]
+                why = f"the run is on {', '.join(found)} instead of -d {devices}; its output names the cause"
+                _send(connection, {"done": True} if sorted(found) == sorted(wanted) else {"error": why})
                 connection.close()
             self._waiting.clear()
 
-    def close(self) -> None:
-        for connection in (*self._reading, *self._waiting, self._listener):
+    def close(self, *, goes_on: bool = False) -> None:
+        """Close all connections; the file in the run folder stays if this process starts the ranks again."""
+        for connection in (*self._reading, *(waiting for waiting, *_ in self._waiting), self._listener):
             connection.close()
-        if self._run_folder is not None:
+        if self._run_folder is not None and not goes_on:
             path = self._run_folder / LAUNCH_FILE
             with suppress(OSError, ValueError):
                 if json.loads(path.read_text())["socket"] == str(self._path):  # another run may have begun there
                     path.unlink()
 
-    def _answer(self, connection: socket.socket, text: bytes, change_devices: Callable[[str], Sequence[str]]) -> None:
+    def _answer(
+        self, connection: socket.socket, text: bytes, change_devices: Callable[[str], tuple[Sequence[str], list[str]]]
+    ) -> None:
         try:
-            lines = change_devices(str(json.loads(text)["devices"]))
+            devices = str(json.loads(text)["devices"])
+            lines, names = change_devices(devices)
         except EvenloadError as error:
             _send(connection, {"error": str(error)})
         except (ValueError, KeyError, TypeError):
@@ -106,10 +112,11 @@ class RunControl:
         else:
             for line in lines:
                 _send(connection, {"text": line})
-            for earlier in self._waiting:
-                _send(earlier, {"error": f"a later change replaced this one: -d {json.loads(text)['devices']}"})
-                earlier.close()
-            self._waiting = [connection]
+            for earlier, others, _ in self._waiting:
+                if others != devices:
+                    _send(earlier, {"error": f"a later change replaced this one: -d {devices}"})
+                    earlier.close()
+            self._waiting = [row for row in self._waiting if row[1] == devices] + [(connection, devices, names)]
             return
         connection.close()
 
@@ -171,6 +178,8 @@ def change_devices_of(run_folder: Path, devices: str) -> Iterator[str]:
     except PermissionError as error:
         raise ConfigError(f"{run_folder}: the run belongs to another user, who alone can change it") from error
     except (OSError, ValueError, KeyError) as error:
+        if members_of(run_folder):
+            raise ConfigError(f"{run_folder}: all ranks start again; change the devices once they train") from error
         raise ConfigError(
             f"{run_folder} is not in progress on this machine, so its devices can't change; `evenload run -d {devices} ...` "
             "continues it on these, at its newest checkpoint"

@@ -170,7 +170,7 @@ class _Supervisor:
         self._close_output()
         self._host.close()
         if self._control is not None:
-            self._control.close()
+            self._control.close(goes_on=self.following is not None)
         self._peers.close()
         self._close_store()
         if self._throttle is not None:

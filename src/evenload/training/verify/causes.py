@@ -32,7 +32,7 @@ def data_cause(call: VerifyCall) -> DifferenceCause | None:
             return DifferenceCause(
                 "data",
                 "reading the same samples twice gave different batches: random numbers are drawn outside of the dataset's "
-                "__getitem__ (in collate_fn, or from the dataset's own generator), or init(dataset_rng='off') is set",
+                "__getitem__ (in collate_fn, or from a generator that it doesn't hold), or init(dataset_rng='off') is set",
                 "draw them in __getitem__ with torch, numpy or random, where they are keyed by the sample",
             )
     return None

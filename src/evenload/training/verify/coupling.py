@@ -30,6 +30,7 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
 from evenload.training.data.batches import leaves_of
+from evenload.training.data.randomness import find_generators, holders
 from evenload.training.data.rows import cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
@@ -50,6 +51,10 @@ _MAX_CALLS = 4
 """Calls of step.backward in a step that are looked at."""
 _MAX_ELEMENTS = 1 << 20
 """Elements of the parameters whose gradients are compared."""
+_OWN_GENERATOR = (
+    "loss_fn draws from a generator of the script's own: each rank draws the same numbers from it, for other samples. Draw from "
+    "torch, numpy.random or random themselves, which are seeded for each step and rank"
+)
 _HALF = (torch.float16, torch.bfloat16)
 Finding = tuple[str, str]  # kind and message of an event; both empty where nothing is wrong
 
@@ -78,6 +83,8 @@ class CouplingWatch(StepListener):
             self._loss_fns = {}
         if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
             return
+        if call == self._tries[0] == 0 < self._context.groups.world_size - 1 and find_generators(holders(loss_fn, 1)):
+            self._context.recorder.event("own_generator", _OWN_GENERATOR, step=step.index)
         if call < _MAX_CALLS and self._tries[call] < len(_NUM_SAMPLES):
             self._loss_fns[call] = loss_fn
             self._num_collectives = user_collectives(self._own_groups())

@@ -48,7 +48,9 @@ class RunPage:
 
     def update(self) -> Mapping[str, str] | None:
         """Read new records; return the sections of the page, or None if nothing changed."""
-        changed = False
+        changed = self._tail.is_replaced
+        if changed:  # by `--fresh`
+            self.history, self._tail = RunHistory(), RecordTail(self.folder)
         for record in self._tail.stream():
             self.history.add(record)
             changed = True
@@ -91,6 +93,8 @@ def sections_of(folder: Path, history: RunHistory, state: str, limit: int) -> di
 def _state(folder: Path, history: RunHistory, now_s: float) -> str:
     """Return the run's state as HTML; minutes without a record are named, and processes that are gone."""
     silent_s = now_s - history.last_s
+    if not folder.is_dir():
+        return '<span class="chip bad">its folder was removed</span>'
     if not history.last_s:
         return '<span class="chip end">no records yet</span>'
     if not history.is_open:

@@ -16,6 +16,7 @@ from evenload.records.reader import read_events, read_steps
 from evenload.records.summary import WindowSummary, summarize_steps
 from evenload.records.values import SEGMENTS, RunEvent, StepRecord
 from evenload.stored_names import RUN_SUMMARY_JSON
+from evenload.training.launch.run_control import members_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def is_open(events: Sequence[RunEvent]) -> bool:
 
 def describe_lost_end(folder: Path) -> str:
     """Return how to go on with an open run whose processes are gone; empty if they aren't, or that is unknown."""
-    if not holder_is_gone(folder):
+    if members_of(folder) or not holder_is_gone(folder):  # a launcher may start the processes again
         return ""
     found = list_checkpoints(folder)
     where = (
