@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,22 +86,37 @@ class ReportExchange:
             table = self._control.exchange_table(Operation.BACKWARD, first.row())
         return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
 
-    def repeat(self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats) -> OwnReport:
-        """Return the report of a rank alone, which differs from its last one in what this call computed."""
+    def repeat(
+        self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats, touched_key: float
+    ) -> Reports:
+        """Do what `run` does on a rank that computes alone, whose report differs from its last one in what this call computed."""
         if compiled_graphs() != self._num_graphs:
             stats.compiled = True
             planner.coarsen()
         seconds = self._clock.take()
         stats.other_s += seconds["other"]
-        self.own = report = self.own.again(
-            weighted=sums.weighted,
-            units=float(sums.units),
-            loss_sum=float(sums.loss_sum),
-            stop_requested=stop_requested(),
-            seconds=as_compiling(seconds) if stats.compiled else seconds,
-            metrics={name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
+        changed: dict[str, Any] = {
+            "weighted": sums.weighted,
+            "units": float(sums.units),
+            "loss_sum": float(sums.loss_sum),
+            "stop_requested": stop_requested(),
+            "seconds": as_compiling(seconds) if stats.compiled else seconds,
+            "metrics": {name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
+        }
+        if self._control.is_alone:
+            self.own = self.own.again(**changed)
+            return self.own
+        own = self.own[0]._replace(
+            **changed,
+            touched_key=touched_key,
+            has_decision=False,
+            elapsed_s=time.monotonic() - self._started_s,
+            delay_s=0.0 if self._delay is None else self._delay.take_s() * _part_in_step(seconds),
         )
-        return report
+        self.own, self._metric_names[stats.calls] = OwnReport(own), tuple(own.metrics)
+        self._clock.switch("wait")
+        table = self._control.exchange_table(Operation.BACKWARD, own.row())
+        return read_table(table, sorted(own.metrics))
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""

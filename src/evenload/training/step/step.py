@@ -131,7 +131,8 @@ class StepListener:
 
     @property
     def rests(self) -> bool:
-        """True if no callback has anything to do in the next steps of a rank alone, until `StepLoop.leave_line` is called.
+        """True if no callback has anything to do in the next steps of a rank that computes alone, until `StepLoop.leave_line` is
+        called. `on_trained` is called where other ranks stand by.
 
         A listener that waits for something outside of the training may learn of it 0.2 s later (straight.py).
         """
@@ -236,10 +237,11 @@ class StepLoop:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
         worker.progress.step = step.index
-        if self.line is not None and self.line.has_ended():
+        if self.line is not None and self.line.has_ended(step.batch.plan):
             self.line = None
-        if self.line is None:
+        if self.line is None or self.line.has_others:
             self.engine.control.set_position(step.epoch, step.batch.plan.step)
+        if self.line is None:
             for listener in self._listeners["on_begin"]:
                 listener.on_begin(step)
         self.engine.clock.switch("optimizer")
@@ -266,6 +268,7 @@ class StepLoop:
                 self.line = None
                 kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
                 attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+                attempt.failure = None if line is None else line.failure
                 loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
@@ -295,9 +298,10 @@ class StepLoop:
 
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
-        engine = self.engine
-        if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
-            self._end_straight(step, self.line)
+        engine, line = self.engine, self.line
+        is_usual = not finished or step.stats.calls != 1 or step.stats.stop_requested
+        if line is not None and not is_usual and (not line.has_others or line.holds):
+            self._end_straight(step, line)
             return
         self.line = None
         engine.totals.end_body(finished=finished)
@@ -329,8 +333,13 @@ class StepLoop:
 
     def _end_straight(self, step: Step, line: StraightLine) -> None:
         self.last_loss, self.left_early, self.step = step.stats.loss, False, None
-        self._session_steps += 1
-        line.end(step.record_index, step.batch, step.stats, at_once=step.committed)
+        if line.has_others:
+            self.engine.clock.switch("other")
+            self.engine.control.set_position(step.epoch, -1)
+            self._record(step)
+        else:
+            self._session_steps += 1
+            line.end(step.record_index, step.batch, step.stats, at_once=step.committed)
         step.commit()
 
     def settle(self) -> None:
