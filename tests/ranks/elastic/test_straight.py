@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import evenload
 from evenload.balance.rebalance import Decision
 from evenload.errors import EvenloadError
 from evenload.testing import run_ranks
+from evenload.training.launch.environment import detect
 from evenload.training.step import step as step_module
 from evenload.training.step import straight
 from evenload.training.step.straight import StraightLine
+from tests.ranks.elastic.supervised import Supervised
 
 BATCH, STEPS, EPOCHS = 8, 25, 4
 DECISIONS = {3: (BATCH, 0), 41: (5, 3), 50: (BATCH, 0)}
@@ -104,7 +109,7 @@ class Script:
         if hook is not None:
             hook.remove()
         self.seen.append((step.index, loss.item(), dict(step.metrics), step.shares, torch.rand(()).item()))
-        self.seen.append((step.batch.plan.out, self.loader.loader.cursor(), self.run.reduce(loss)))
+        self.seen.append((step.batch.plan.out, self.loader.loader.cursor()))
         self.run.log({"loss": loss})
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=step.index % 7 != 3)
@@ -116,16 +121,22 @@ class Script:
         return loss.item()
 
 
-def _train(folder: str, is_straight: bool) -> tuple[str, dict[str, torch.Tensor], int]:
-    """Return what the script saw, its last weights, and the number of straight steps."""
-    torch.set_num_threads(1)
-    num_straight, compute, begin = [0], StraightLine.backward, step_module.begin_line
+def _count_straight() -> list[int]:
+    """Return the number of straight steps from now on, as it will be."""
+    num_straight, compute = [0], StraightLine.backward
 
     def counted(*args: Any) -> Any:
         num_straight[0] += 1
         return compute(*args)
 
     StraightLine.backward = counted  # type: ignore[method-assign]
+    return num_straight
+
+
+def _train(folder: str, is_straight: bool) -> tuple[str, dict[str, torch.Tensor], int]:
+    """Return what the script saw, its last weights, and the number of straight steps."""
+    torch.set_num_threads(1)
+    compute, begin, num_straight = StraightLine.backward, step_module.begin_line, _count_straight()
     straight._LASTS_S = 1e9
     if not is_straight:
         step_module.begin_line = lambda *_: None  # type: ignore[assignment]
@@ -156,3 +167,33 @@ def test_all_ranks_see_what_usual_steps_show(tmp_path: Path) -> None:
     assert len(records) > 80
     for one, other in zip(records, _records(tmp_path / "straight"), strict=True):
         assert {**one, "fields": None} == {**other, "fields": None}
+
+
+def _train_long(folder: str, dies_at: int) -> tuple[int, int, torch.Tensor]:
+    """Train for two seconds with rank 1 out from step 5 on; worker w1 dies in a step."""
+    torch.set_num_threads(1)
+    num_straight = _count_straight()
+    run = evenload.init(project_dir=folder, seed=0, timeout_s=30)
+    model, loader = run.prepare(nn.Linear(6, 1), DataLoader(_data(4000), batch_size=BATCH, shuffle=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.resume(model=model, optimizer=optimizer)
+    for step in loader:
+        if run.rank == 0 and step.index == 3:
+            loader.planner._pending = Decision((BATCH, 0), 1, "left_out", 1, None, "the test decides", 1.0, 0.5)
+        step.backward(lambda batch: (model(batch[0]) - batch[1]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.004)
+        if step.index == dies_at and detect().worker == "w1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    run.close()
+    return num_straight[0], run.world_size, model.weight.detach().clone()
+
+
+def test_a_rank_that_stands_by_dies_and_another_joins_in_a_straight_line(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, _train_long, str(tmp_path / "run"), 60)
+    supervised.start(2)
+    results = supervised.run(60, {1: "w2"})
+    assert supervised.lost == ["w1"] and set(results) == {"w0", "w2"}
+    assert results["w0"][0] > 40 and results["w0"][1] == 2
+    assert torch.equal(results["w0"][2], results["w2"][2])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.errors import DesyncError, StepError
 from evenload.job import stop_requested
@@ -23,7 +24,16 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.late_times import LateTimes, as_compiling
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import OWN_TIMES, OwnReport, RankReport, Reports, read_table
+from evenload.training.step.report import (
+    COLUMNS,
+    OWN_TIMES,
+    SECONDS,
+    WAIT,
+    OwnReport,
+    RankReport,
+    Reports,
+    read_table,
+)
 from evenload.training.step.stats import StepStats
 
 _READ_MEMORY_EVERY_S = 0.05
@@ -51,6 +61,8 @@ class ReportExchange:
         self.late_times = LateTimes()
         self.own: OwnReport
         """This rank's report in the last exchange: all that counts where the others have left."""
+        self._last: Reports
+        """Those of all ranks in the last one."""
 
     def set_elapsed(self, seconds: float) -> None:
         """Continue with another rank's clock."""
@@ -83,13 +95,21 @@ class ReportExchange:
             return self.own
         else:
             self._clock.switch("wait")
-            table = self._control.exchange_table(Operation.BACKWARD, first.row())
-        return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+            row, is_away = first.row(), first.status == AWAY
+            values = self._control.take_told(Operation.BACKWARD, row) if is_away else None
+            if values is not None:
+                return read_table(self._with_told(values), sorted(first.metrics))
+            table = self._control.exchange_table(Operation.BACKWARD, row)
+        self._last = read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+        return self._last
 
     def repeat(
-        self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats, touched_key: float
+        self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats, touched_key: float | None
     ) -> Reports:
-        """Do what `run` does on a rank that computes alone, whose report differs from its last one in what this call computed."""
+        """Do what `run` does on a rank that computes alone, whose report differs from its last one in what this call computed.
+
+        `touched_key`: of the report; None where no other rank stands by.
+        """
         if compiled_graphs() != self._num_graphs:
             stats.compiled = True
             planner.coarsen()
@@ -103,7 +123,7 @@ class ReportExchange:
             "seconds": as_compiling(seconds) if stats.compiled else seconds,
             "metrics": {name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
         }
-        if self._control.is_alone:
+        if touched_key is None:
             self.own = self.own.again(**changed)
             return self.own
         own = self.own[0]._replace(
@@ -115,8 +135,21 @@ class ReportExchange:
         )
         self.own, self._metric_names[stats.calls] = OwnReport(own), tuple(own.metrics)
         self._clock.switch("wait")
-        table = self._control.exchange_table(Operation.BACKWARD, own.row())
-        return read_table(table, sorted(own.metrics))
+        row = own.row()
+        if self._control.tell(Operation.BACKWARD, row):
+            table = self._with_told(row)
+            return self._last.later(table, row) or read_table(table, sorted(own.metrics))
+        self._last = read_table(self._control.exchange_table(Operation.BACKWARD, row), sorted(own.metrics))
+        return self._last
+
+    def _with_told(self, row: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rows of all ranks where rank 0 has told its row: the others stand by, as in the last exchange."""
+        table = self._last.table.copy()
+        table[0] = row
+        table[1:, SECONDS] = 0.0
+        table[1:, WAIT] = table[0, SECONDS].sum()
+        table[1:, COLUMNS["delay_s"]] = 0.0
+        return table
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""

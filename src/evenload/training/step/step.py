@@ -218,8 +218,10 @@ class StepLoop:
                 listeners.append(listener)
 
     def leave_line(self) -> None:
-        """Let what follows go the usual way: a listener has something to do."""
-        self.line = None
+        """Let what follows go the usual way: something has to be done."""
+        if (line := self.line) is not None:
+            self.line = None
+            line.learn()
 
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
@@ -238,7 +240,7 @@ class StepLoop:
         self.optimizer_stepped, self._dropped = False, None
         worker.progress.step = step.index
         if self.line is not None and self.line.has_ended(step.batch.plan):
-            self.line = None
+            self.leave_line()
         if self.line is None or self.line.has_others:
             self.engine.control.set_position(step.epoch, step.batch.plan.step)
         if self.line is None:
@@ -257,7 +259,8 @@ class StepLoop:
             )
         line, loss = self.line, None
         if line is not None and not line.takes(step.batch, step.stats, loss_fn):
-            line = self.line = None
+            line = None
+            self.leave_line()
         for listener in () if line is not None else self._listeners["on_backward"]:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
@@ -265,7 +268,7 @@ class StepLoop:
             if line is not None:
                 loss = line.backward(step.batch, step.stats, loss_fn)
             if loss is None:
-                self.line = None
+                self.leave_line()
                 kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
                 attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
                 attempt.failure = None if line is None else line.failure
@@ -303,7 +306,7 @@ class StepLoop:
         if line is not None and not is_usual and (not line.has_others or line.holds):
             self._end_straight(step, line)
             return
-        self.line = None
+        self.leave_line()
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
@@ -344,7 +347,7 @@ class StepLoop:
 
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
-        self.line = None
+        self.leave_line()
         self.engine.totals.agree_units()
         self.engine.recorder.write_waiting()
 
@@ -353,11 +356,12 @@ class StepLoop:
         stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
         if timed is not None and (plan := timed.plan) is not None:
-            if step.planner.learns:
-                times = timed.own_seconds(), timed.unusual, timed.whole_seconds(), timed.delay_s
-                step.planner.observe(timed.global_step, plan, *times)
-            else:
+            if not step.planner.learns:
                 step.planner.follow_step(timed.global_step, plan)
+            elif self.line is not None:
+                self.line.unlearned.append(timed)
+            else:
+                step.planner.observe(timed.global_step, plan, *timed.costs())
             if step._loader.is_tuned and not step.arm and not timed.unusual:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:

@@ -55,6 +55,8 @@ class StraightLine:
         self._generation = engine.groups.generation
         self.has_others = engine.groups.world_size > 1
         """True if other ranks stand by."""
+        self.unlearned: list[StepStats] = []
+        """Steps whose times the planner has not learned yet, where other ranks stand by."""
         self.failure: Exception | None = None
         """What the last backward ended with, with everything as before, where the usual way must tell the other ranks."""
         self._touched = call.touched
@@ -100,12 +102,13 @@ class StraightLine:
             if (sums := self._compute(batch, stats, loss_fn)) is None:
                 return None
             is_usual = reducer.end_again()
-            key = reducer.touched_key() if self.has_others else 0.0
+            key = reducer.touched_key() if self.has_others else None
             reports = attempt.reports = engine.exchange.repeat(sums, batch, self._planner, stats, key)
-            if self.has_others:
+            if self.has_others and not reports.repeats:
                 engine.conclude(attempt)
             else:
                 stats.add(reports)
+                engine.elapsed_s = reports.agreed.elapsed_s
             if not is_usual:
                 self._touched = self._call.agree(totals_of(engine.exchange.own, batch.global_step))
             units = float(sums.units)
@@ -153,6 +156,14 @@ class StraightLine:
     def _undo(self) -> None:
         self._call.reducer.abort()
         self._engine.buffers.restore()
+
+    def learn(self) -> None:
+        """Let the planner learn from all steps at once: its code is in the caches then. Of one micro-batch, nothing is decided
+        that other ranks would do at the end of each step (`Planner.follow_step`).
+        """
+        for stats in self.unlearned:
+            if stats.plan is not None:
+                self._planner.observe(stats.global_step, stats.plan, *stats.costs())
 
     def end(self, index: int, batch: GlobalBatch, stats: StepStats, *, at_once: bool) -> None:
         """Record a step that this line has computed."""
