@@ -61,6 +61,8 @@ class ReportExchange:
         self.late_times = LateTimes()
         self.own: OwnReport
         """This rank's report in the last exchange: all that counts where the others have left."""
+        self._row: list[float]
+        """Its row."""
         self._last: Reports
         """Those of all ranks in the last one."""
 
@@ -96,6 +98,7 @@ class ReportExchange:
         else:
             self._clock.switch("wait")
             row, is_away = first.row(), first.status == AWAY
+            self._row = row
             values = self._control.take_told(Operation.BACKWARD, row) if is_away else None
             if values is not None:
                 return read_table(self._with_told(values), sorted(first.metrics))
@@ -126,20 +129,18 @@ class ReportExchange:
         if touched_key is None:
             self.own = self.own.again(**changed)
             return self.own
-        own = self.own[0]._replace(
-            **changed,
-            touched_key=touched_key,
-            has_decision=False,
-            elapsed_s=time.monotonic() - self._started_s,
-            delay_s=0.0 if self._delay is None else self._delay.take_s() * _part_in_step(seconds),
-        )
-        self.own, self._metric_names[stats.calls] = OwnReport(own), tuple(own.metrics)
+        changed["touched_key"], changed["has_decision"] = touched_key, False
+        changed["elapsed_s"] = time.monotonic() - self._started_s
+        changed["delay_s"] = 0.0 if self._delay is None else self._delay.take_s() * _part_in_step(seconds)
+        before, self.own = self.own, self.own.again(**changed)
+        own = self.own
+        row = own[0].row() if own.names or before.names else _changed_row(self._row, changed, own.own_seconds)
+        self._row, self._metric_names[stats.calls] = row, tuple(changed["metrics"])
         self._clock.switch("wait")
-        row = own.row()
         if self._control.tell(Operation.BACKWARD, row):
             table = self._with_told(row)
-            return self._last.later(table, row) or read_table(table, sorted(own.metrics))
-        self._last = read_table(self._control.exchange_table(Operation.BACKWARD, row), sorted(own.metrics))
+            return self._last.later(table, row) or read_table(table, own.names)
+        self._last = read_table(self._control.exchange_table(Operation.BACKWARD, row), own.names)
         return self._last
 
     def _with_told(self, row: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
@@ -219,6 +220,16 @@ def _part_in_step(seconds: Mapping[Segment, float]) -> float:
     """Return the part of the time that was neither reading nor outside of steps."""
     whole_s = sum(seconds.values())
     return 1 - (seconds["data"] + seconds["other"]) / whole_s if whole_s else 0.0
+
+
+def _changed_row(row: Sequence[float], changed: Mapping[str, Any], seconds: Sequence[float]) -> list[float]:
+    """Return a row without metrics in which some fields are others."""
+    later = list(row)
+    for name, value in changed.items():
+        if name in COLUMNS:
+            later[COLUMNS[name]] = float(value)
+    later[SECONDS] = seconds
+    return later
 
 
 def check_trained(reports: Reports, step: int) -> None:
