@@ -44,6 +44,8 @@ class ToldRows:
         self._rows: NDArray[np.float64] = np.ndarray(shape, np.float64, memory, offset + num_members * LINE)
         self._count = 0
         """Rows that this rank has told or taken."""
+        self._next_exchange = 0
+        """As of the last row. Where all exchange between two rows (`run.any` in each step), the others are woken for a row."""
 
     def tell(self, row: Sequence[float]) -> bool:
         """Tell the others a row, on the first rank; False if one of them has too many to take. PeerLostError after an abort."""
@@ -53,6 +55,10 @@ class ToldRows:
             return False
         self._rows[count % _CAPACITY] = row
         self._count = segment.words[self._counts[0]] = count + 1
+        word, next_exchange = self._exchange.next_of_first()
+        if next_exchange != self._next_exchange:
+            self._next_exchange = next_exchange
+            segment.wake(word)
         return True
 
     def take(self) -> NDArray[np.float64] | None:
