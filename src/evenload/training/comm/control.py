@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 from evenload.training.comm.groups import RankGroup
 from evenload.training.comm.host_exchange import ROW_VALUES
+from evenload.training.comm.subset import Subset
+from evenload.training.comm.told_rows import ToldRows
 
 Result = TypeVar("Result")
 Guard = Callable[[Callable[[], object]], object]
@@ -208,6 +210,37 @@ class Control:
         if operation in (Operation.EVALUATE, Operation.BEGIN, Operation.END_ROUND):
             self._may_be_in_loops = operation is Operation.EVALUATE
         return parts[0] if rounds == 1 else np.concatenate(parts, axis=1)
+
+    def tell(self, operation: Operation, values: Sequence[float]) -> bool:
+        """Do rank 0's part of an exchange of `CAPACITY` values without waiting; False if it must exchange them."""
+        told = self._told
+        return told is not None and told.tell([float(operation), *self._position, len(values), *values])
+
+    def take_told(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64] | None:
+        """Return the values that rank 0 has told; None if it exchanges them. Errors as in `exchange_table`."""
+        if (told := self._told) is None:
+            return None
+        self.check_open(operation)
+        self.waits_since_s = time.monotonic()
+        try:
+            row = told.take()
+        except (TimeoutError, PeerLostError) as error:
+            raise self._lost(operation, error) from None
+        finally:
+            self.waits_since_s = 0.0
+        if row is None:
+            return None
+        heads = [row[:_HEAD].tolist(), [float(operation), *map(float, self._position), float(len(values))]]
+        if heads[0] != heads[1]:
+            text = _describe_desync(heads, (0, self._groups.rank), ())
+            told.abort(text)
+            raise DesyncError(text)
+        return row[_HEAD:]
+
+    @property
+    def _told(self) -> ToldRows | None:
+        rows = None if isinstance(self._groups, Subset) else self._groups.generation.rows
+        return None if rows is None else rows.told
 
     def leave_loops(self) -> None:
         """Let ranks that wait in a loop over `run.batches` go on, if others left it. All call it before they compute together."""

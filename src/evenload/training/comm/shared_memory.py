@@ -39,8 +39,8 @@ _SHORT_WAIT_NS = 2 * _MOST_SPIN_NS
 """A wait that would have ended in a spin, but for the time that it takes to be woken."""
 _SLEEP_NS = 50_000_000
 """Longest sleep without a look at the peers. A wake-up between a look and a sleep is lost, which costs this time once."""
-_LIVENESS_S = 0.2
-_LINE = 64
+LIVENESS_S = 0.2
+LINE = 64
 """Bytes of a cache line: words that different ranks write are on different lines."""
 _MEMBER_BYTES = 512
 _REASON = slice(64, 448)
@@ -80,11 +80,11 @@ class ChannelLayout:
 
     @property
     def slot_bytes(self) -> int:
-        return _LINE + -(-self.row_bytes // _LINE) * _LINE
+        return LINE + -(-self.row_bytes // LINE) * LINE
 
     @property
     def num_bytes(self) -> int:
-        return self.num_writers * _LINE + 2 * self.buffer_bytes
+        return self.num_writers * LINE + 2 * self.buffer_bytes
 
 
 def why_unavailable() -> str:
@@ -157,8 +157,12 @@ class SharedSegment:
 
     def channel(self, index: int, timeout_s: float) -> SharedChannel:
         """Return the exchange in the part of memory that `layouts[index]` describes."""
-        offset = len(self.members) * _MEMBER_BYTES + sum(layout.num_bytes for layout in self._layouts[:index])
-        return SharedChannel(self, self._memory, offset, self._layouts[index], timeout_s)
+        return SharedChannel(self, *self.place(index), self._layouts[index], timeout_s)
+
+    def place(self, index: int) -> tuple[mmap.mmap, int]:
+        """Return the memory, and where the part begins that `layouts[index]` describes."""
+        before = sum(layout.num_bytes for layout in self._layouts[:index])
+        return self._memory, len(self.members) * _MEMBER_BYTES + before
 
     def abort(self, reason: str) -> None:
         """End every exchange of all members, now and later, with `PeerLostError(reason)`. Any thread of any rank may call it."""
@@ -192,8 +196,9 @@ class SharedSegment:
             return f"the process {member.pid} of rank {member.rank} has ended"
         return ""
 
-    def sleep(self, word: int, value: int) -> None:
-        """Sleep while the word has this value, for `_SLEEP_NS` at most; other threads of this process run meanwhile."""
+    def sleep(self, word: int, value: int, nanoseconds: int = _SLEEP_NS) -> None:
+        """Sleep while the word has this value, for so long at most; other threads of this process run meanwhile."""
+        self._sleep.nanoseconds = min(nanoseconds, _SLEEP_NS)
         self._syscall(_SYS_FUTEX, self._address + 8 * word, _FUTEX_WAIT, _signed32(value), self._sleep_address, None, 0)
 
     def wake(self, word: int) -> None:
@@ -204,7 +209,7 @@ class SharedSegment:
         offset = len(self.members) * _MEMBER_BYTES
         for layout in self._layouts:
             for writer in range(layout.num_writers):
-                self.wake((offset + writer * _LINE) // 8)
+                self.wake((offset + writer * LINE) // 8)
             offset += layout.num_bytes
 
 
@@ -219,9 +224,9 @@ class SharedChannel:
         self._words = segment.words
         self._layout = layout
         self._timeout_s = timeout_s
-        self._sequence = [(offset + writer * _LINE) // 8 for writer in range(layout.num_writers)]
+        self._sequence = [(offset + writer * LINE) // 8 for writer in range(layout.num_writers)]
         self._peers = [writer for writer in range(layout.num_writers) if writer != segment.index]
-        self._start = offset + layout.num_writers * _LINE
+        self._start = offset + layout.num_writers * LINE
         self._tables: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         """Views of the buffers; a model has few sizes of statistics."""
         self._round = 0
@@ -239,10 +244,10 @@ class SharedChannel:
         code = _row_code(len(row))
         start = self._begin()
         slot_bytes = self._layout.slot_bytes
-        code.pack_into(self._memory, start + self._segment.index * slot_bytes + _LINE, *row)
+        code.pack_into(self._memory, start + self._segment.index * slot_bytes + LINE, *row)
         self._exchange(start, code.size)
         shape = self._layout.num_writers, len(row)
-        return np.ndarray(shape, np.float64, self._memory, start + _LINE, (slot_bytes, 8)).copy()
+        return np.ndarray(shape, np.float64, self._memory, start + LINE, (slot_bytes, 8)).copy()
 
     def broadcast(self, row: bytes | None, num_bytes: int) -> memoryview:
         """Return the first member's bytes, valid until the members exchange rows again; the other members pass None.
@@ -251,9 +256,9 @@ class SharedChannel:
         """
         start = self._begin()
         if row is not None:
-            self._memory[start + _LINE : start + _LINE + num_bytes] = row
+            self._memory[start + LINE : start + LINE + num_bytes] = row
         self._exchange(start, num_bytes)
-        return memoryview(self._memory)[start + _LINE : start + _LINE + num_bytes]
+        return memoryview(self._memory)[start + LINE : start + LINE + num_bytes]
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all members, shape ``(num_members, len(own))``; errors as in `exchange_row`."""
@@ -285,6 +290,10 @@ class SharedChannel:
         self._await_others(start, own.numel() * own.element_size())
         _add_up(self._table(start, own.dtype, own.numel()), own)
 
+    def next_of_first(self) -> tuple[int, int]:
+        """Return the word in which the first member counts its exchanges, and its value once that has begun the next one."""
+        return self._sequence[0], self._round + 1
+
     def abort(self, reason: str) -> None:
         """End the exchanges of all members; see `SharedSegment.abort`."""
         self._segment.abort(reason)
@@ -307,7 +316,7 @@ class SharedChannel:
             layout = self._layout
             whole = torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=layout.buffer_bytes)
             rows = whole.view(layout.num_writers, layout.slot_bytes)
-            self._tables[key] = rows[:, _LINE : _LINE + num_values * dtype.itemsize].view(dtype)
+            self._tables[key] = rows[:, LINE : LINE + num_values * dtype.itemsize].view(dtype)
         return self._tables[key]
 
     def _begin(self) -> int:
@@ -358,13 +367,13 @@ class SharedChannel:
             if now_ns > yields_from_ns:
                 os.sched_yield()  # the writer may wait for this core
         now_s = time.monotonic()
-        deadline_s, look_s = now_s + self._timeout_s, now_s + _LIVENESS_S
+        deadline_s, look_s = now_s + self._timeout_s, now_s + LIVENESS_S
         while (value := words[word]) < count:
             now_s = time.monotonic()
             self._segment.check_aborted()
             look = now_s >= look_s
             if look:
-                look_s = now_s + _LIVENESS_S
+                look_s = now_s + LIVENESS_S
             behind = [other for other in self._peers if words[self._sequence[other]] < count]
             for other in behind:
                 # It may have written its last row before it went.

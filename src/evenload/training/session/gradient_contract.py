@@ -142,7 +142,7 @@ class GradientContract(StepListener):
     @property
     def rests(self) -> bool:
         has_looked = self._num_backwards > _NUM_SCALED and self._unused == {}
-        return has_looked and not self._verifies and self._context.num_sharing == 1
+        return has_looked and not self._verifies and self._unprepared.rests
 
     def on_backward(self, step: Step, loss_fn: object) -> None:
         if self._num_backwards % _LIST_HOOKS_EVERY == 0:

@@ -69,6 +69,15 @@ class UnpreparedUses:
     def _own(self) -> set[int]:
         return {id(p) for model in self._models for p in model.parameters()}
 
+    @property
+    def rests(self) -> bool:
+        """True if nothing that exists has to be watched any more, as long as the ranks are the same."""
+        if self._context.num_sharing == 1:
+            return True
+        refuses = self._context.config.batch_norm == "global" and any(_alive(self._norms))
+        is_over = self._num_backwards >= _NUM_WATCHED and not (self._tensors or refuses)
+        return is_over and self._compared.issuperset(self._context.groups.membership.workers)
+
     def begin(self) -> None:
         """Watch until `end`; raise StepError if a tensor was trained by hand since the last backward."""
         if self._handles:

@@ -29,6 +29,8 @@ class Attempt:
     """Of all ranks, once they are exchanged."""
     error: Exception | None = None
     """Failure of this rank."""
+    failure: Exception | None = None
+    """What a straight step (straight.py) ended with, which the first attempt ends with in its place."""
     failed_together: bool = False
     """True while an exception would be raised on all ranks alike."""
     gave_up: bool = False
@@ -36,3 +38,8 @@ class Attempt:
 
     def begin(self) -> None:
         self.reports, self.error = NO_REPORTS, None
+
+    def raise_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure

@@ -99,7 +99,7 @@ class Engine:
         self.exchange = ReportExchange(control, clock, self._consistency, device)
         self.buffers = BufferGuard()
         self._other_gpus: tuple[torch.device, ...] = ()
-        self._has_statistics = False
+        self.has_statistics = False
         self.parameters = ModelParameters(())
         self._num_trained = 0
         self.stays_because = ""
@@ -128,7 +128,7 @@ class Engine:
         """Take the models of the job, which the strategy has attached."""
         self.models = list(models)
         self._other_gpus = randomness.other_gpus(models, self.device)
-        self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
+        self.has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._num_trained = sum(any(p.requires_grad for p in model.parameters()) for model in models)
         self.parameters = ModelParameters(models)
         self.buffers = BufferGuard(models)
@@ -235,7 +235,7 @@ class Engine:
 
     def _run(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Run the strategy; a failure on one rank is returned on all of them."""
-        if self.groups.world_size > 1 and (self._has_statistics or isinstance(attempt.loss_fn, CoupledLoss)):
+        if self.groups.world_size > 1 and (self.has_statistics or isinstance(attempt.loss_fn, CoupledLoss)):
             # A rank that does something else would leave the others inside a collective of the forward.
             with self.clock.segment("wait"):
                 self.control.exchange(Operation.BEGIN)
@@ -260,6 +260,7 @@ class Engine:
             add_replica_times=planner.add_replica_times,
         )
         try:
+            attempt.raise_failure()
             result = self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
             if looks and user_collectives(self.groups.own_groups) != num_collectives:
                 self.stays_because = "loss_fn runs collectives of its own"
@@ -302,8 +303,14 @@ class Engine:
         return StepResult(totals.units, torch.tensor(totals.loss), finite=True)
 
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
-        batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
-        reports = attempt.reports = self.exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
+        attempt.reports = self.exchange.run(
+            results, attempt.batch, attempt.planner, attempt.stats, may_leave=not self.stays_because
+        )
+        return self.conclude(attempt, len(results[0].touched))
+
+    def conclude(self, attempt: Attempt, num_touched_words: int = 0) -> GlobalTotals:
+        """Do what all ranks do with the reports of an attempt, and add them up; AttemptFailedError where a rank failed."""
+        batch, planner, stats, reports = attempt.batch, attempt.planner, attempt.stats, attempt.reports
         if has_others := not isinstance(reports, OwnReport):
             check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
@@ -322,7 +329,7 @@ class Engine:
                 reports = self.exchange.own if computing == (self.groups.rank,) else reports.of(computing)
             if reports.all("state_key"):
                 self._consistency.check(batch.global_step, reports.column("state_key"))
-        totals = totals_of(reports, batch.global_step, len(results[0].touched))
+        totals = totals_of(reports, batch.global_step, num_touched_words)
         attempt.failed_together = False
         return totals
 

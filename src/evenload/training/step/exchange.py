@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.errors import DesyncError, StepError
 from evenload.job import stop_requested
@@ -22,7 +24,16 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.late_times import LateTimes, as_compiling
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import OWN_TIMES, OwnReport, RankReport, Reports, read_table
+from evenload.training.step.report import (
+    COLUMNS,
+    OWN_TIMES,
+    SECONDS,
+    WAIT,
+    OwnReport,
+    RankReport,
+    Reports,
+    read_table,
+)
 from evenload.training.step.stats import StepStats
 
 _READ_MEMORY_EVERY_S = 0.05
@@ -50,6 +61,10 @@ class ReportExchange:
         self.late_times = LateTimes()
         self.own: OwnReport
         """This rank's report in the last exchange: all that counts where the others have left."""
+        self._row: list[float]
+        """Its row."""
+        self._last: Reports
+        """Those of all ranks in the last one."""
 
     def set_elapsed(self, seconds: float) -> None:
         """Continue with another rank's clock."""
@@ -82,25 +97,60 @@ class ReportExchange:
             return self.own
         else:
             self._clock.switch("wait")
-            table = self._control.exchange_table(Operation.BACKWARD, first.row())
-        return read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+            row, is_away = first.row(), first.status == AWAY
+            self._row = row
+            values = self._control.take_told(Operation.BACKWARD, row) if is_away else None
+            if values is not None:
+                return read_table(self._with_told(values), sorted(first.metrics))
+            table = self._control.exchange_table(Operation.BACKWARD, row)
+        self._last = read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
+        return self._last
 
-    def repeat(self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats) -> OwnReport:
-        """Return the report of a rank alone, which differs from its last one in what this call computed."""
+    def repeat(
+        self, sums: LossSums, batch: GlobalBatch, planner: Planner, stats: StepStats, touched_key: float | None
+    ) -> Reports:
+        """Do what `run` does on a rank that computes alone, whose report differs from its last one in what this call computed.
+
+        `touched_key`: of the report; None where no other rank stands by.
+        """
         if compiled_graphs() != self._num_graphs:
             stats.compiled = True
             planner.coarsen()
         seconds = self._clock.take()
         stats.other_s += seconds["other"]
-        self.own = report = self.own.again(
-            weighted=sums.weighted,
-            units=float(sums.units),
-            loss_sum=float(sums.loss_sum),
-            stop_requested=stop_requested(),
-            seconds=as_compiling(seconds) if stats.compiled else seconds,
-            metrics={name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
-        )
-        return report
+        changed: dict[str, Any] = {
+            "weighted": sums.weighted,
+            "units": float(sums.units),
+            "loss_sum": float(sums.loss_sum),
+            "stop_requested": stop_requested(),
+            "seconds": as_compiling(seconds) if stats.compiled else seconds,
+            "metrics": {name: float(value) for name, value in sums.metrics.items()} if sums.metrics else {},
+        }
+        if touched_key is None:
+            self.own = self.own.again(**changed)
+            return self.own
+        changed["touched_key"], changed["has_decision"] = touched_key, False
+        changed["elapsed_s"] = time.monotonic() - self._started_s
+        changed["delay_s"] = 0.0 if self._delay is None else self._delay.take_s() * _part_in_step(seconds)
+        before, self.own = self.own, self.own.again(**changed)
+        own = self.own
+        row = own[0].row() if own.names or before.names else _changed_row(self._row, changed, own.own_seconds)
+        self._row, self._metric_names[stats.calls] = row, tuple(changed["metrics"])
+        self._clock.switch("wait")
+        if self._control.tell(Operation.BACKWARD, row):
+            table = self._with_told(row)
+            return self._last.later(table, row) or read_table(table, own.names)
+        self._last = read_table(self._control.exchange_table(Operation.BACKWARD, row), own.names)
+        return self._last
+
+    def _with_told(self, row: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rows of all ranks where rank 0 has told its row: the others stand by, as in the last exchange."""
+        table = self._last.table.copy()
+        table[0] = row
+        table[1:, SECONDS] = 0.0
+        table[1:, WAIT] = table[0, SECONDS].sum()
+        table[1:, COLUMNS["delay_s"]] = 0.0
+        return table
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""
@@ -170,6 +220,16 @@ def _part_in_step(seconds: Mapping[Segment, float]) -> float:
     """Return the part of the time that was neither reading nor outside of steps."""
     whole_s = sum(seconds.values())
     return 1 - (seconds["data"] + seconds["other"]) / whole_s if whole_s else 0.0
+
+
+def _changed_row(row: Sequence[float], changed: Mapping[str, Any], seconds: Sequence[float]) -> list[float]:
+    """Return a row without metrics in which some fields are others."""
+    later = list(row)
+    for name, value in changed.items():
+        if name in COLUMNS:
+            later[COLUMNS[name]] = float(value)
+    later[SECONDS] = seconds
+    return later
 
 
 def check_trained(reports: Reports, step: int) -> None:

@@ -42,8 +42,12 @@ _FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
 SECONDS = slice(_FIXED, _TIMES_END)
 """Columns of the seconds of each segment."""
+WAIT = _FIXED + SEGMENTS.index("wait")
 COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 """Name of a field -> its column."""
+_VARIABLE = ("units", "loss_sum", "elapsed_s", "memory_bytes", "reading", "delay_s")
+_CONCLUDED_OF = itemgetter(*(column for name, column in COLUMNS.items() if name not in (*_VARIABLE, "squared_norm")))
+"""What decides on what ranks do."""
 _FEW_RANKS = 8
 """So many rows Python compares faster than numpy."""
 MAX_METRICS = CAPACITY - _TIMES_END
@@ -143,6 +147,9 @@ class Reports(Sequence[RankReport]):
     An index makes the `RankReport` of one rank, which takes as long as a column of a thousand.
     """
 
+    repeats = False
+    """True if all conclusions are those of a step before; see `later`."""
+
     def __init__(self, table: NDArray[np.float64], names: Sequence[str] = (), *, measured: bool = False) -> None:
         """`names`: of the metrics, sorted. `measured`: the rows hold norms."""
         self.names = tuple(names)
@@ -167,6 +174,14 @@ class Reports(Sequence[RankReport]):
             metrics=dict(zip(self.names, row[_TIMES_END : _TIMES_END + len(self.names)], strict=True)),
             squared_norm=row[CAPACITY - 1] if self._measured else None,
         )
+
+    def later(self, table: NDArray[np.float64], first: Sequence[float]) -> Reports | None:
+        """Return the reports of a step in which the first row alone is new; None if other conclusions may follow from it."""
+        if _CONCLUDED_OF(first) != _CONCLUDED_OF(self.table[0].tolist()):
+            return None
+        found = Reports(table, self.names, measured=self._measured)
+        found.repeats, found.agreed = True, self.agreed._replace(elapsed_s=first[COLUMNS["elapsed_s"]])
+        return found
 
     def of(self, ranks: Sequence[int]) -> Reports:
         """Return the reports of some ranks."""

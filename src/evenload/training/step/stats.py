@@ -125,6 +125,10 @@ class StepStats:
         own_s: list[float] = (times[:, _COMPUTE] + times[:, _OPTIMIZER]).tolist()
         return own_s
 
+    def costs(self) -> tuple[list[float], bool, float, float]:
+        """Return what `Planner.observe` takes."""
+        return self.own_seconds(), self.unusual, self.whole_seconds(), self.delay_s
+
     @property
     def delay_s(self) -> float:
         """Seconds by which the ranks computed longer because other programs had their CPUs.

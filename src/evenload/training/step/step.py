@@ -131,7 +131,8 @@ class StepListener:
 
     @property
     def rests(self) -> bool:
-        """True if no callback has anything to do in the next steps of a rank alone, until `StepLoop.leave_line` is called.
+        """True if no callback has anything to do in the next steps of a rank that computes alone, until `StepLoop.leave_line` is
+        called. `on_trained` is called where other ranks stand by.
 
         A listener that waits for something outside of the training may learn of it 0.2 s later (straight.py).
         """
@@ -217,8 +218,10 @@ class StepLoop:
                 listeners.append(listener)
 
     def leave_line(self) -> None:
-        """Let what follows go the usual way: a listener has something to do."""
-        self.line = None
+        """Let what follows go the usual way: something has to be done."""
+        if (line := self.line) is not None:
+            self.line = None
+            line.learn()
 
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
@@ -236,10 +239,11 @@ class StepLoop:
         self.step = step
         self.optimizer_stepped, self._dropped = False, None
         worker.progress.step = step.index
-        if self.line is not None and self.line.has_ended():
-            self.line = None
-        if self.line is None:
+        if self.line is not None and self.line.has_ended(step.batch.plan):
+            self.leave_line()
+        if self.line is None or self.line.has_others:
             self.engine.control.set_position(step.epoch, step.batch.plan.step)
+        if self.line is None:
             for listener in self._listeners["on_begin"]:
                 listener.on_begin(step)
         self.engine.clock.switch("optimizer")
@@ -255,7 +259,8 @@ class StepLoop:
             )
         line, loss = self.line, None
         if line is not None and not line.takes(step.batch, step.stats, loss_fn):
-            line = self.line = None
+            line = None
+            self.leave_line()
         for listener in () if line is not None else self._listeners["on_backward"]:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
@@ -263,9 +268,10 @@ class StepLoop:
             if line is not None:
                 loss = line.backward(step.batch, step.stats, loss_fn)
             if loss is None:
-                self.line = None
+                self.leave_line()
                 kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
                 attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+                attempt.failure = None if line is None else line.failure
                 loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
@@ -295,11 +301,12 @@ class StepLoop:
 
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
-        engine = self.engine
-        if self.line is not None and finished and step.stats.calls == 1 and not step.stats.stop_requested:
-            self._end_straight(step, self.line)
+        engine, line = self.engine, self.line
+        is_usual = not finished or step.stats.calls != 1 or step.stats.stop_requested
+        if line is not None and not is_usual and (not line.has_others or line.holds):
+            self._end_straight(step, line)
             return
-        self.line = None
+        self.leave_line()
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
@@ -329,13 +336,18 @@ class StepLoop:
 
     def _end_straight(self, step: Step, line: StraightLine) -> None:
         self.last_loss, self.left_early, self.step = step.stats.loss, False, None
-        self._session_steps += 1
-        line.end(step.record_index, step.batch, step.stats, at_once=step.committed)
+        if line.has_others:
+            self.engine.clock.switch("other")
+            self.engine.control.set_position(step.epoch, -1)
+            self._record(step)
+        else:
+            self._session_steps += 1
+            line.end(step.record_index, step.batch, step.stats, at_once=step.committed)
         step.commit()
 
     def settle(self) -> None:
         """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
-        self.line = None
+        self.leave_line()
         self.engine.totals.agree_units()
         self.engine.recorder.write_waiting()
 
@@ -344,11 +356,12 @@ class StepLoop:
         stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
         if timed is not None and (plan := timed.plan) is not None:
-            if step.planner.learns:
-                times = timed.own_seconds(), timed.unusual, timed.whole_seconds(), timed.delay_s
-                step.planner.observe(timed.global_step, plan, *times)
-            else:
+            if not step.planner.learns:
                 step.planner.follow_step(timed.global_step, plan)
+            elif self.line is not None:
+                self.line.unlearned.append(timed)
+            else:
+                step.planner.observe(timed.global_step, plan, *timed.costs())
             if step._loader.is_tuned and not step.arm and not timed.unusual:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:

@@ -72,6 +72,11 @@ class TotalsReader:
         self._guarded: Optimizer | None = None
         self._has_reported = False
 
+    @property
+    def in_optimizer(self) -> bool:
+        """True while an optimizer steps."""
+        return self._num_stepping > 0
+
     # -- the backwards, on all ranks alike ------------------------------------------------------------------------------
 
     def may_be_late(self, index: int, generation: Generation, accumulates: bool = False) -> bool:

@@ -1,0 +1,103 @@
+"""`ToldRows`: rows that the first rank of a host tells the others through memory, without waiting for them or waking them.
+
+A rank that computes alone tells the ranks that stand by what each step gave (step/straight.py). They take the rows one by one
+and in order, a quarter of a step late. Before each of its steps a rank that stands by does not know what comes next: a row, or an
+exchange of all ranks. `take` waits for either. The first rank begins an exchange after the rows that it has told, and x86 keeps
+the order of its stores, so who looks for an exchange first and then for a row never misses a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.errors import PeerLostError
+from evenload.training.comm.shared_memory import LINE, LIVENESS_S, ChannelLayout, SharedChannel, SharedSegment
+
+_CAPACITY = 64
+"""Rows that may be told before the slowest rank takes one."""
+_LATE = 0.25
+"""A row is taken late by this part of the time since the one before. Who lags behind makes the first rank wait in an exchange."""
+_LEAST_SLEEP_NS = 500_000
+
+
+class ToldRows:
+    """Rows in a ring, and for each member of a segment how many it has told or taken."""
+
+    def __init__(
+        self, segment: SharedSegment, index: int, exchange: SharedChannel, num_values: int, timeout_s: float
+    ) -> None:
+        """Args:
+        index: of the layout that `told_layout` returned.
+        exchange: what a rank waits for besides.
+        num_values: of a row.
+        timeout_s: limit of each wait.
+        """
+        memory, offset = segment.place(index)
+        num_members = len(segment.members)
+        self._segment, self._exchange, self._timeout_s = segment, exchange, timeout_s
+        self._counts = [(offset + member * LINE) // 8 for member in range(num_members)]
+        shape = _CAPACITY, num_values
+        self._rows: NDArray[np.float64] = np.ndarray(shape, np.float64, memory, offset + num_members * LINE)
+        self._count = 0
+        """Rows that this rank has told or taken."""
+        self._next_exchange = 0
+        """As of the last row. Where all exchange between two rows (`run.any` in each step), the others are woken for a row."""
+
+    def tell(self, row: Sequence[float]) -> bool:
+        """Tell the others a row, on the first rank; False if one of them has too many to take. PeerLostError after an abort."""
+        segment, count = self._segment, self._count
+        segment.check_aborted()
+        if count - min(map(segment.words.__getitem__, self._counts[1:])) >= _CAPACITY:
+            return False
+        self._rows[count % _CAPACITY] = row
+        self._count = segment.words[self._counts[0]] = count + 1
+        word, next_exchange = self._exchange.next_of_first()
+        if next_exchange != self._next_exchange:
+            self._next_exchange = next_exchange
+            segment.wake(word)
+        return True
+
+    def take(self) -> NDArray[np.float64] | None:
+        """Wait for the first rank; return the row that it has told, or None if it has begun an exchange instead.
+
+        Raises:
+            PeerLostError: it is gone, or the segment was aborted.
+            TimeoutError: it is alive, but did neither in time.
+        """
+        segment, words, told = self._segment, self._segment.words, self._counts[0]
+        word, begun = self._exchange.next_of_first()
+        since_s = time.monotonic()
+        deadline_s, look_s = since_s + self._timeout_s, since_s + LIVENESS_S
+        while True:
+            value = words[word]  # before the look for a row
+            if words[told] > self._count:
+                row: NDArray[np.float64] = self._rows[self._count % _CAPACITY].copy()
+                self._count = words[self._counts[segment.index]] = self._count + 1
+                return row
+            if value >= begun:
+                return None
+            segment.check_aborted()
+            now_s = time.monotonic()
+            if look := now_s >= look_s:
+                look_s = now_s + LIVENESS_S
+            # It may have told or written its last row before it went.
+            if (why := segment.why_gone(0, look=look)) and words[told] == self._count and words[word] < begun:
+                raise PeerLostError(why)
+            if now_s >= deadline_s:
+                raise TimeoutError(
+                    f"timed out after {self._timeout_s:g} s; rank {segment.members[0].rank} did not come"
+                )
+            segment.sleep(word, value, max(_LEAST_SLEEP_NS, int(1e9 * _LATE * (now_s - since_s))))
+
+    def abort(self, reason: str) -> None:
+        """End the exchanges of all members; see `SharedSegment.abort`."""
+        self._segment.abort(reason)
+
+
+def told_layout(num_members: int, num_values: int) -> ChannelLayout:
+    """Return the memory for told rows, as that of a channel."""
+    return ChannelLayout(num_members, -(-_CAPACITY * 8 * num_values // (2 * num_members)))

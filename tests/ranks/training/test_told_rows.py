@@ -1,0 +1,117 @@
+"""Rows that rank 0 tells others without waiting: taken in order beside exchanges of all ranks, never missed, never hanging."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import DesyncError, PeerLostError
+from evenload.testing import run_ranks
+from evenload.training.comm.control import CAPACITY, Control, Operation
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
+from evenload.training.launch.environment import detect
+
+
+def _control(timeout_s: float = 20) -> tuple[Groups, Control, int]:
+    spec = detect()
+    groups = Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=timeout_s)
+    control = Control(groups)
+    control.set_position(0, 0)
+    return groups, control, spec.rank
+
+
+def _row(number: int) -> list[float]:
+    return [number + index / 128 for index in range(CAPACITY)]
+
+
+def _many_rows(num_rows: int) -> tuple[int, int]:
+    """Return how many rows came without an exchange, and how often rank 0 had to exchange one that nobody had room for."""
+    groups, control, rank = _control()
+    delays, num_told, num_full = random.Random(rank), 0, 0
+    for number in range(num_rows):
+        control.set_position(0, number)
+        is_exchange = number % 97 == 50
+        if rank == 0:
+            if not is_exchange and control.tell(Operation.BACKWARD, _row(number)):
+                continue
+            num_full += not is_exchange
+            table = control.exchange_table(Operation.BACKWARD, _row(number))
+        else:
+            if delays.random() < 0.02:
+                time.sleep(0.01)
+            told = control.take_told(Operation.BACKWARD, _row(-1))
+            if told is not None:
+                assert not is_exchange and told.tolist() == _row(number)
+                num_told += 1
+                continue
+            table = control.exchange_table(Operation.BACKWARD, _row(-1))
+        assert table[0].tolist() == _row(number)
+    groups.close()
+    return num_told, num_full
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_row_is_taken_once_and_in_order(num_ranks: int) -> None:
+    (_, num_full), *others = run_ranks(_many_rows, num_ranks, 3000)
+    assert num_full > 0
+    for num_told, _ in others:
+        assert num_told > 1000
+
+
+def _lost(how: str) -> str:
+    groups, control, rank = _control(timeout_s=2 if how == "late" else 20)
+    if rank == 1:
+        assert (first := control.take_told(Operation.BACKWARD, _row(0))) is not None and first.tolist() == _row(7)
+        began_s = time.monotonic()
+        if how == "position":
+            control.set_position(0, 5)
+        with pytest.raises(DesyncError if how == "position" else PeerLostError) as caught:
+            control.take_told(Operation.BACKWARD, _row(0))
+        assert time.monotonic() - began_s < (3.5 if how == "late" else 1.5)
+        return str(caught.value)
+    assert control.tell(Operation.BACKWARD, _row(7))
+    time.sleep(0.3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "aborted":
+        groups.abort("a reason")
+    if how == "closed":
+        groups.close()
+    if how == "late":
+        time.sleep(3)
+    if how == "position":
+        assert control.tell(Operation.BACKWARD, _row(7))
+        time.sleep(0.2)
+        with pytest.raises(PeerLostError, match="do different things"):
+            control.tell(Operation.BACKWARD, _row(8))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("aborted", "a reason"),
+        ("closed", "rank 0 has closed its groups"),
+        ("late", "waited 2 s for another rank"),
+        ("position", "do different things"),
+    ],
+)
+def test_a_rank_that_waits_for_a_row_learns_why_none_comes(how: str, text: str) -> None:
+    assert text in run_ranks(_lost, 2, how)[1]
+
+
+def _killed(folder: str) -> None:
+    text = _lost("killed")
+    Path(folder, "found").write_text(text)
+
+
+def test_a_rank_that_waits_for_a_row_learns_that_the_first_rank_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="SIGKILL"):
+        run_ranks(_killed, 2, str(tmp_path))
+    assert "rank 0 has ended" in (tmp_path / "found").read_text()
