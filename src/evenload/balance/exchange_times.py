@@ -74,7 +74,7 @@ class Work:
     codec_s_per_value: Mapping[str, float] = field(default_factory=dict)
     """By format, the time to encode and decode a value; 0 if it is not known."""
     outer_s_per_value: float = 0.0
-    """What islands compute for a synchronisation, besides the sum."""
+    """Work of islands in a synchronisation, besides the sum."""
     encodes_on_cpu: bool = False
     """The processor that computes encodes too, so the backward does not hide that."""
     whole_batch_s: tuple[float, ...] = ()

@@ -27,7 +27,7 @@ class Net(nn.Module):
         torch.manual_seed(3)
         self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
         self.scale = nn.Parameter(torch.tensor(1.0))
-        self.register_buffer("num_encoded", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("num_encoded", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_encoded += 1

@@ -53,6 +53,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn returned a loss other than 0 with the weight 0")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_wrong_loss_is_told_and_leaves_no_gradient(init, name):
     loss_fn, told = LOSSES[name]

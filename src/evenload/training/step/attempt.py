@@ -30,7 +30,7 @@ class Attempt:
     error: Exception | None = None
     """Failure of this rank."""
     failure: Exception | None = None
-    """What a straight step (straight.py) ended with, which the first attempt ends with in its place."""
+    """Exception of a straight step (straight.py), with which the first attempt ends in its place."""
     failed_together: bool = False
     """True while an exception would be raised on all ranks alike."""
     gave_up: bool = False

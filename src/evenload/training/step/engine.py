@@ -260,7 +260,8 @@ class Engine:
             add_replica_times=planner.add_replica_times,
         )
         try:
-            attempt.raise_failure()
+            if attempt.failure is not None:
+                attempt.raise_failure()
             result = self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
             if looks and user_collectives(self.groups.own_groups) != num_collectives:
                 self.stays_because = "loss_fn runs collectives of its own"

@@ -58,7 +58,7 @@ class StraightLine:
         self.unlearned: list[StepStats] = []
         """Steps whose times the planner has not learned yet, where other ranks stand by."""
         self.failure: Exception | None = None
-        """What the last backward ended with, with everything as before, where the usual way must tell the other ranks."""
+        """Exception of the last backward, with everything as before, where the usual way must tell the other ranks."""
         self._touched = call.touched
         self._memory_bytes = int(engine.exchange.own.most("memory_bytes"))
         self._ends_s = engine.clock.since_s + _LASTS_S
