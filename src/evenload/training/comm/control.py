@@ -217,7 +217,7 @@ class Control:
 
     def tell(self, operation: Operation, values: Sequence[float]) -> bool:
         """Do rank 0's part of an exchange of `CAPACITY` values without waiting; False if it must exchange them."""
-        if (told := self._told) is None:
+        if isinstance(self._groups, Subset) or (told := self._told) is None:
             return False
         before, self._num_collectives = self._num_collectives, user_collectives(self._groups.own_groups)
         row = [float(operation), *self._position, len(values), *values]
