@@ -157,8 +157,8 @@ def collate(collate_fn: Callable[[list[Any]], Any], samples: Any, first: Any) ->
             raise
         raise DataError(
             f"the dataset returned None for all {len(samples)} samples of a device's part of a batch (the first is {first!r}), "
-            "and collate_fn failed. If it shall return samples, is its return missing? If these are no samples, leave them out "
-            "before training: Subset(dataset, good_indices)"
+            "and collate_fn failed: is its return missing? If these are no samples, leave them out before training: "
+            "Subset(dataset, good_indices)"
         ) from error
     sizes = [leaf.size(0) for leaf in leaves_of(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     # Zeros or noise may stand for them: then a batch has the rows of all samples.
