@@ -77,8 +77,13 @@ def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
 
 
-def undisturbed(sizes: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Train in this process, with the samples of each step in micro-batches of these sizes; return the weights and buffers."""
+def undisturbed(sizes: Sequence[Sequence[int]], noise: float = 0.0) -> dict[str, torch.Tensor]:
+    """Train in this process, with the samples of each step in micro-batches of these sizes; return the weights and buffers.
+
+    `noise`: relative noise of the gradients, which shows what rounding alone may do. BatchNorm makes -1 and 1 of two samples, so
+    in micro-batches of two its gradients are nearly rounding, and AdamW makes them large.
+    """
+    generator = torch.Generator().manual_seed(0)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -91,6 +96,9 @@ def undisturbed(sizes: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         for part in torch.tensor(ids).split(list(parts)):
             loss = nn.functional.mse_loss(model(data.x[part]), data.y[part]) * (len(part) / len(ids))
             loss.backward()  # type: ignore[no-untyped-call]
+        for p in model.parameters() if noise else ():
+            assert p.grad is not None
+            p.grad.mul_(1 + noise * (2 * torch.rand(p.shape, generator=generator, dtype=p.dtype) - 1))
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
         scheduler.step()

@@ -8,7 +8,8 @@ in each second epoch, and in each third a rank has no batches. A run that ends i
 samples of all committed steps (evenload.testing.ledger) and the final weights are compared with those of one process. A seed
 makes the same faults again: `python -m benchmarks faults --only 17`; what happened at which moment may differ.
 
-Bars: over at least 300 faults 0 samples lost, 0 used twice, weights within 1e-9. A killed rank is noticed within 1 s, and
+Bars: over at least 300 faults 0 samples lost, 0 used twice, weights within 1e-9. (Where memory ran out so often that a
+micro-batch has two samples, BatchNorm's gradients are nearly rounding: within ten times of what a noise of 1e-15 does there.) A killed rank is noticed within 1 s, and
 training goes on within 3 s after it (on a quiet machine).
 """
 
@@ -116,6 +117,8 @@ class DisturbedRun:
     num_repeated: int = 0
     """Steps that were computed again, at most in part."""
     difference: float = float("nan")
+    rounding: float = 0.0
+    """Difference that rounding alone may make, where a micro-batch has two samples."""
     noticed_s: list[float] = field(default_factory=list)
     """From each SIGKILL of a rank to the supervisor's notice; without those that end the session."""
     again_s: list[float] = field(default_factory=list)
@@ -215,9 +218,12 @@ def _check(folder: Path, outcome: DisturbedRun) -> None:
     outcome.num_repeated = check.num_repeated_plans
     if check.problems:
         return
-    expected = disturbed_job.undisturbed([[len(part) for part in one.micro] for one in check.committed])
+    sizes = [[len(part) for part in one.micro] for one in check.committed]
+    expected = disturbed_job.undisturbed(sizes)
     outcome.difference = relative_difference(torch.load(folder / "weights.pt"), expected)
-    if not outcome.difference <= 1e-9:
+    if min(map(min, sizes)) <= 2:
+        outcome.rounding = relative_difference(disturbed_job.undisturbed(sizes, noise=1e-15), expected)
+    if not outcome.difference <= max(1e-9, 10 * outcome.rounding):
         outcome.problems.append(f"the weights differ by {outcome.difference:.1e}")
     lost_s = [float(event.fields["time_s"]) for event in read_events(folder / "run") if event.kind == "lost"]
     trained_s = sorted(record.time for record in read_steps(folder / "run"))
@@ -252,12 +258,16 @@ def measure(quick: bool, only: str = "") -> dict[str, Any]:
         word = "ok" if not run.problems else f"FAILED, kept in {folder}: {'; '.join(run.problems)}"
         print(
             f"seed {seed}: {len(run.happened)} of {len(run.faults)} faults, {run.num_repeated} steps again, weights "
-            f"{run.difference:.0e}{ended}, {run.seconds:.0f} s: {word}",
+            f"{run.difference:.0e}{_beside_rounding(run)}{ended}, {run.seconds:.0f} s: {word}",
             flush=True,
         )
         if not run.problems:
             shutil.rmtree(folder)
     return _result(runs, judged=not quick and not only)
+
+
+def _beside_rounding(run: DisturbedRun) -> str:
+    return f" (rounding alone {run.rounding:.0e})" if run.rounding > 1e-10 else ""
 
 
 def _result(runs: Sequence[DisturbedRun], judged: bool) -> dict[str, Any]:
@@ -284,7 +294,8 @@ def _result(runs: Sequence[DisturbedRun], judged: bool) -> dict[str, Any]:
         "num_sessions": sum(len(run.sessions) for run in runs),
         "endings": [[run.seed, ended] for run in runs for ended in run.sessions if ended],
         "steps_repeated": sum(run.num_repeated for run in runs),
-        "largest_difference": max((run.difference for run in runs), default=0.0),
+        "largest_difference": max((run.difference for run in runs if run.rounding <= 1e-10), default=0.0),
+        "beside_rounding": [[run.seed, run.difference, run.rounding] for run in runs if run.rounding > 1e-10],
         "noticed_s": {"median": median(noticed_s), "max": max(noticed_s)} if noticed_s else {},
         "again_s": {"median": median(again_s), "max": max(again_s)} if again_s else {},
         "problems": [[run.seed, problem] for run in runs for problem in run.problems],
