@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from evenload.errors import DesyncError, PeerLostError
 from evenload.testing import run_ranks
@@ -62,6 +64,30 @@ def test_each_row_is_taken_once_and_in_order(num_ranks: int) -> None:
     assert num_full > 0
     for num_told, _ in others:
         assert num_told > 1000
+
+
+def _with_collectives(num_rows: int) -> float:
+    """Return the seconds of rank 0 where the script's own collective follows each row, which the others take only then."""
+    groups, control, rank = _control()
+    value, waited_s = torch.zeros(1), 0.0
+    for number in range(num_rows):
+        if rank == 0:
+            time.sleep(0.11)  # who waits for a row looks for it up to 27 ms later by itself
+            assert control.tell(Operation.BACKWARD, _row(number))
+        else:
+            assert control.take_told(Operation.BACKWARD, _row(-1)) is not None
+        began_s = time.perf_counter()
+        dist.all_reduce(value)
+        waited_s += time.perf_counter() - began_s
+    groups.close()
+    return waited_s / num_rows
+
+
+def test_a_collective_of_the_script_after_each_row_has_it_taken_at_once() -> None:
+    times_s = [run_ranks(_with_collectives, 2, 12)[0]]
+    while min(times_s) > 0.003 and len(times_s) < 3:  # other programs
+        times_s.append(run_ranks(_with_collectives, 2, 12)[0])
+    assert min(times_s) < 0.003
 
 
 def _lost(how: str) -> str:

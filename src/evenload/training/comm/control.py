@@ -1,7 +1,8 @@
 """`Control`: small exchanges at the boundaries of a step, each checked to be the same operation on all ranks.
 
 Every exchange carries the operation and position of its rank. If two ranks differ, all of them raise the same `DesyncError`,
-which lists what each does: a `break` on one rank is an error, never a hang.
+which lists what each does: a `break` on one rank is an error, never a hang. (A row that rank 0 has told is checked by the other
+ranks alone: there rank 0 gets a `PeerLostError` with that list.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from evenload.training.comm.groups import RankGroup
 from evenload.training.comm.host_exchange import ROW_VALUES
 from evenload.training.comm.subset import Subset
 from evenload.training.comm.told_rows import ToldRows
+from evenload.training.comm.user_collectives import user_collectives
 
 Result = TypeVar("Result")
 Guard = Callable[[Callable[[], object]], object]
@@ -121,6 +123,8 @@ class Control:
         """True from the begin of a loop over `run.batches` until all ranks are known to have left it; equal on all ranks."""
         self._without_batches: Callable[[], Collection[int]] = tuple
         self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
+        self._num_collectives = 0
+        """Of the script's own, as of the last row that was told."""
         self.waits_since_s = 0.0
         """Since when, by `time.monotonic`, this rank waits in an exchange; 0 if it doesn't."""
         self.guard: Guard | None = None
@@ -213,8 +217,11 @@ class Control:
 
     def tell(self, operation: Operation, values: Sequence[float]) -> bool:
         """Do rank 0's part of an exchange of `CAPACITY` values without waiting; False if it must exchange them."""
-        told = self._told
-        return told is not None and told.tell([float(operation), *self._position, len(values), *values])
+        if isinstance(self._groups, Subset) or (told := self._told) is None:
+            return False
+        before, self._num_collectives = self._num_collectives, user_collectives(self._groups.own_groups)
+        row = [float(operation), *self._position, len(values), *values]
+        return told.tell(row, wakes=self._num_collectives != before)
 
     def take_told(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64] | None:
         """Return the values that rank 0 has told; None if it exchanges them. Errors as in `exchange_table`."""

@@ -47,16 +47,19 @@ class ToldRows:
         self._next_exchange = 0
         """As of the last row. Where all exchange between two rows (`run.any` in each step), the others are woken for a row."""
 
-    def tell(self, row: Sequence[float]) -> bool:
-        """Tell the others a row, on the first rank; False if one of them has too many to take. PeerLostError after an abort."""
+    def tell(self, row: Sequence[float], *, wakes: bool) -> bool:
+        """Tell the others a row, on the first rank; False if one of them has too many to take. PeerLostError after an abort.
+
+        `wakes`: whether they take it at once, because the script does something together with them in each step.
+        """
         segment, count = self._segment, self._count
-        segment.check_aborted()
+        segment.check_aborted()  # first, as `take` looks for rows first: so no rank is ahead of another after a loss
         if count - min(map(segment.words.__getitem__, self._counts[1:])) >= _CAPACITY:
             return False
         self._rows[count % _CAPACITY] = row
         self._count = segment.words[self._counts[0]] = count + 1
         word, next_exchange = self._exchange.next_of_first()
-        if next_exchange != self._next_exchange:
+        if wakes or next_exchange != self._next_exchange:
             self._next_exchange = next_exchange
             segment.wake(word)
         return True

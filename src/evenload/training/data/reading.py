@@ -137,8 +137,8 @@ class TaskDataset(Dataset[Any]):
                 raise
             raise DataError(
                 f"the dataset returned None for all {len(samples)} samples of a device's part of a batch (the first is "
-                f"{task.keys[0]!r}), and collate_fn failed. If it shall return samples, is its return missing? If these are no samples, "
-                "leave them out before training: Subset(dataset, good_indices)"
+                f"{task.keys[0]!r}), and collate_fn failed: is its return missing? If these are no samples, leave "
+                "them out before training: Subset(dataset, good_indices)"
             ) from error
 
     def _read_in_batch(self, task: ReadTask, own: list[Any]) -> Any:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 import torch
 
+from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.values import StepPlan
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.micro_steps import LossFn, LossSums, compute_loss, seed
@@ -32,7 +33,6 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.randomness import copy_global_state, put_back
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.lone_call import LoneCall
-from evenload.training.parallel.strategy import AttemptFailedError
 from evenload.training.step.attempt import Attempt
 from evenload.training.step.engine import Engine
 from evenload.training.step.exchange import mean, totals_of
@@ -118,8 +118,7 @@ class StraightLine:
             loss = engine.finish(batch, stats, reports, result)
         except BaseException as error:
             self._undo()  # the script may catch it, and try again
-            is_told = attempt.reports and not isinstance(error, AttemptFailedError)
-            if is_told or not (self.has_others and isinstance(error, Exception)):
+            if attempt.reports or not (self.has_others and isinstance(error, Exception)):
                 raise
             self.failure = error
             return None
@@ -184,7 +183,7 @@ def begin_line(
     has_others = now.world_size > 1
     if (
         now.computing != (0,)
-        or (has_others and engine.has_statistics)
+        or (has_others and (engine.has_statistics or now.world_size > MANY_RANKS))
         or not isinstance(strategy, ReplicaStrategy)
         or engine.device.type != "cpu"
         or engine.precision.scaled
