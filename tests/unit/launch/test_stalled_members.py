@@ -155,11 +155,11 @@ def test_a_rank_that_goes_on_later_than_another_after_a_stop_of_all_is_not_kille
 def test_only_the_rank_that_was_stopped_for_long_fails_the_run(made, clock):
     members, workers, _ = made
     members._decider = started(3, capable=False)
-    workers["worker-1"].stopped = True
-    poll(members, clock, 596)
     workers["worker-2"].stopped = True
+    poll(members, clock, 596)
+    workers["worker-1"].stopped = True
     poll(members, clock, 10)
-    assert "rank 1 (cpu)" in members.end_cause.text
+    assert "rank 2 (cpu)" in members.end_cause.text
 
 
 def test_a_worker_that_has_left_and_spins_is_named_once_the_others_have_ended(made, clock):
