@@ -156,9 +156,9 @@ def test_only_the_rank_that_was_stopped_for_long_fails_the_run(made, clock):
     members, workers, _ = made
     members._decider = started(3, capable=False)
     workers["worker-2"].stopped = True
-    poll(members, clock, 596)
+    poll(members, clock, 590)
     workers["worker-1"].stopped = True
-    poll(members, clock, 10)
+    poll(members, clock, 15)
     assert "rank 2 (cpu)" in members.end_cause.text
 
 
