@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import evenload
 from evenload.errors import EvenloadError
@@ -152,3 +152,53 @@ def test_what_can_not_be_left_out(bad: set[int], how: str, told: str, tmp_path: 
     found = run_ranks(_refused, len(SHARES), bad, how, str(tmp_path), timeout_s=60)
     assert any(one.startswith(told) for one in found), found
     assert all(one.startswith((told, "PeerLostError: ")) for one in found), found
+
+
+class _Stream(IterableDataset[Any]):
+    """The same samples, each of them None where it is bad."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter([self.rows[index] for index in range(len(self.rows))])
+
+
+class _Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return BATCH
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index < 6 else torch.full((1,), float(index))
+
+
+def _zeros_for_none(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.zeros(1) if sample is None else sample for sample in samples])
+
+
+def _without_none(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("collate_fn", [_zeros_for_none, _without_none])
+def test_what_collate_fn_returns_counts(tmp_path: Any, collate_fn: Any, is_stream: bool, num_workers: int) -> None:
+    run = evenload.init(project_dir=str(tmp_path), seed=0, micro_batch=8)
+    rows: Any = _Stream(_Numbers()) if is_stream else _Numbers()
+    loader: Any = DataLoader(rows, batch_size=BATCH, collate_fn=collate_fn, num_workers=num_workers)
+    model, steps = run.prepare(nn.Linear(1, 1), loader)
+    losses = [float(step.backward(lambda batch: model(batch).mean() * 0 + batch.mean())) for step in steps]
+    evaluated = [float(batch.sum()) for batch in run.batches(loader)]
+    run.close()
+    every = collate_fn(list(map(_Numbers().__getitem__, range(BATCH))))
+    assert losses == [pytest.approx(float(every.mean()))] and evaluated == [float(every.sum())]
+
+
+def test_a_dataset_of_none_for_data_that_collate_fn_makes(tmp_path: Any) -> None:
+    run = evenload.init(project_dir=str(tmp_path), seed=0)
+    loader: Any = DataLoader([None] * 32, batch_size=16, collate_fn=lambda samples: torch.ones(len(samples), 4))
+    model, steps = run.prepare(nn.Linear(4, 1), loader)
+    weights = [float(step.backward(lambda batch: model(batch).mean() * 0 + len(batch))) for step in steps]
+    run.close()
+    assert weights == [16.0, 16.0]

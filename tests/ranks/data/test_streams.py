@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenload.errors import DataError
-from evenload.training.data.stream import PackedSamples
+from evenload.training.data.stream import PackedSamples, StreamReader
 from tests.unit.data.fakes import Board, flat, joined, lockstep, make_ranks
 
 
@@ -217,3 +217,17 @@ def test_samples_survive_the_way_from_a_worker() -> None:
     assert torch.equal(packed[0]["x"], samples[0]["x"])  # type: ignore[call-overload, index]
     with pytest.raises(IndexError):
         packed[3]
+
+
+def test_a_generator_of_collate_fn_is_seeded_by_the_sample() -> None:
+    own = torch.Generator().manual_seed(1)
+    before = own.get_state()
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        return torch.rand((), generator=own)
+
+    reader = StreamReader(DataLoader(Stream(16), batch_size=8, collate_fn=collate), seed=0, keyed=True, pin=False)
+    reader.begin(0)
+    first, other, again = (float(reader.collate([low], low)) for low in (0, 4, 0))
+    reader.close()
+    assert first == again != other and torch.equal(own.get_state(), before)

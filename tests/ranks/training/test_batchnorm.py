@@ -307,3 +307,14 @@ def test_training_mode_in_an_evaluation_is_refused(tmp_path: Path) -> None:
     assert all("BatchNorm1d ran in training mode in a loop over run.batches" in one for one in told)
     assert torch.equal(mean, other_mean)  # every rank reads all of a plain loader
     assert num + other_num == 16
+
+
+def test_an_iterator_of_an_evaluation_that_lives_is_over_when_training_goes_on() -> None:
+    running = batchnorm.in_evaluation(2), batchnorm.in_evaluation(3)
+    for one in running:
+        one.__enter__()
+    running[1].__exit__(None, None, None)
+    assert batchnorm._evaluations == [2]
+    with batchnorm.Active(None):
+        assert batchnorm._evaluations == []
+    running[0].__exit__(None, None, None)

@@ -231,6 +231,19 @@ def masked_mean_counted_as_samples(model, x, y):
     return counted(model, x, y)[0], len(x)
 
 
+def root_of_a_mean(model, x, y):
+    return (model.head(model(x)) - F.one_hot(y, NUM_CLASSES)).square().mean().sqrt()
+
+
+def root_of_a_sum(model, x, y):
+    return root_of_a_mean(model, x, y) * len(x) ** 0.5
+
+
+def ratio_of_sums(model, x, y):
+    target = x[:, 0] * 3
+    return (model.head(model(x))[:, 0] - target).square().sum() / (target - 1).square().sum()
+
+
 WRONG_UNITS = {
     global_batch_as_weight: "the weight 16 for a few samples and for half of them too",
     over_the_global_batch: "add up to the loss of all of them",
@@ -238,4 +251,7 @@ WRONG_UNITS = {
     over_the_global_batch_with_noise: "add up to the loss of all of them",
     masked_mean: "a mean over other units than samples",
     masked_mean_counted_as_samples: "a mean over other units than the returned weights",
+    root_of_a_mean: "a root of a mean (RMSE) needs batch_loss",
+    root_of_a_sum: "a root or a ratio (RMSE, R2",
+    ratio_of_sums: "a mean over other units than samples",
 }

@@ -154,3 +154,35 @@ def test_a_loss_that_draws_from_its_own_generator_is_named_once_where_ranks_woul
     run_ranks(_draw_from_its_own, num_ranks, str(tmp_path), own)
     text = (tmp_path / "events.jsonl").read_text()
     assert text.count("loss_fn draws from a generator of the script's own") == (num_ranks > 1 and own)
+
+
+def _of_a_generator_for(purpose, folder):
+    """A generator that loss_fn can reach, and does not draw from."""
+    run = evenload.init(project_dir=folder, seed=0)
+    model, loader = run.prepare(Encoder(), _loader())
+    own = torch.Generator().manual_seed(1)  # of a DataLoader, for instance
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_fn(batch):
+        assert own is not None
+        return torch.nn.functional.cross_entropy(model.head(model(batch[0])), batch[1])
+
+    class Trainer:
+        def __init__(self):
+            self.generator = own
+
+        def loss(self, batch):
+            return loss_fn(batch)
+
+    trainer = Trainer()
+    for step in loader:
+        step.backward(trainer.loss if purpose == "method" else loss_fn)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+
+@pytest.mark.parametrize("purpose", ["method", "function"])
+def test_a_generator_that_nothing_is_drawn_from_is_not_named(tmp_path, purpose):
+    run_ranks(_of_a_generator_for, 2, purpose, str(tmp_path))
+    assert "own_generator" not in (tmp_path / "events.jsonl").read_text()

@@ -293,4 +293,25 @@ def batch_changed_in_place(trainer: Trainer) -> list[torch.Tensor]:
     return trainer.fit(model, lambda batch: F.cross_entropy(model(batch[0].mul_(1.5).add_(0.1)), batch[1]), num_calls=2)
 
 
-NO_STATE: tuple[Train, ...] = (caches_and_logs, spectral_norms, batch_changed_in_place)
+class _Watched(nn.Module):
+    """Keeps its last output for a plot, in a buffer that is no part of the state."""
+
+    last_out: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _network()
+        self.register_buffer("last_out", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        self.last_out = out.detach()
+        return out
+
+
+def output_kept_for_a_plot(trainer: Trainer) -> list[torch.Tensor]:
+    model = _Watched()
+    return trainer.fit(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))[: len([*model.parameters()])]
+
+
+NO_STATE: tuple[Train, ...] = (caches_and_logs, spectral_norms, batch_changed_in_place, output_kept_for_a_plot)

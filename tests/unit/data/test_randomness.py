@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,3 +113,72 @@ def test_the_memory_of_pythons_generator_is_what_it_reports() -> None:
     randomness.put_back(state)
     assert random.getstate() == before
     assert [random.random() for _ in range(700)] == drawn
+
+
+class _LazyProxy:
+    """Passes each attribute on to an object that is made when it is needed; here that fails."""
+
+    __slots__ = ("_make",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not made yet")
+
+
+class _ProxyOfAny(_LazyProxy):
+    """Has whatever it is asked for."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return name
+
+
+@pytest.mark.parametrize("proxy", [_LazyProxy, _ProxyOfAny])
+def test_proxies_without_attributes_hold_no_generators(proxy: type) -> None:
+    held = types.SimpleNamespace(proxy=proxy(), generator=random.Random(1))
+    assert randomness.find_generators(randomness.holders(held)) == [held.generator]
+    assert randomness.find_generators([proxy()]) == []
+
+
+def test_holders_visits_each_object_once_at_a_depth() -> None:
+    inner = [types.SimpleNamespace() for _ in range(60)]
+    for one in inner:
+        vars(one).update({f"one{index}": other for index, other in enumerate(inner)})
+    assert sum(1 for _ in randomness.holders(inner[0])) < 200  # 219,661 before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.Generator().manual_seed(3),
+        lambda: random.Random(3),
+        lambda: np.random.default_rng(3),
+        lambda: np.random.RandomState(3),
+        lambda: np.random.RandomState(np.random.PCG64(3)),
+    ],
+)
+def test_generators_of_any_kind_are_seeded_and_restored(make: Callable[[], Any]) -> None:
+    own = [make()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = randomness.comparable_state(own)
+        with randomness.forked(own):
+            randomness.reseed(5, own)
+            seeded = _draw(own[0])
+            randomness.reseed(5, own)
+            assert _draw(own[0]) == seeded and randomness.comparable_state(own) != before
+        assert randomness.comparable_state(own) == before
+        states = randomness.save_generators(own)
+        drawn = _draw(own[0])
+        randomness.load_generators(own, states)
+        assert _draw(own[0]) == drawn != seeded
+
+
+def _draw(generator: Any) -> float:
+    return float(
+        torch.rand((), generator=generator)
+        if isinstance(generator, torch.Generator)
+        else generator.normal()
+        if hasattr(generator, "normal")
+        else generator.random()
+    )

@@ -79,6 +79,7 @@ class Active:
 
     def __enter__(self) -> None:
         global _current
+        _evaluations.clear()  # their loops were left, though their iterators may live
         self._before, _current = _current, self._statistics
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +97,8 @@ def in_evaluation(num_ranks: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _evaluations.pop()
+        with contextlib.suppress(ValueError):
+            _evaluations.remove(num_ranks)
 
 
 class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -33,13 +33,13 @@ class BufferGuard:
     it replaces the tensor.
     """
 
-    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, models: Sequence[nn.Module] = (), *, persistent_only: bool = False) -> None:
         self._places = [
             (module, name)
             for model in models
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer is not None
+            if buffer is not None and not (persistent_only and name in module._non_persistent_buffers_set)
         ]
         self.are_present = bool(self._places)
         self._changing: set[tuple[nn.Module, str]] | None = None

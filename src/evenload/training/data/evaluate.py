@@ -266,7 +266,8 @@ def _stream_batches(
             position += len(batch)
             if low < high:
                 parts.add([(low, high)])
-                yield reader.collate(batch.samples(low, high), low)
+                data = reader.collate(batch.samples(low, high), low)
+                yield data.data if type(data) is PartialRead else data
             batch = check_same_stream(agree_round, rank, next(rounds, StreamBatch([], position)), "evaluation")
     finally:
         parts.end()

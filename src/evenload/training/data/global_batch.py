@@ -109,8 +109,9 @@ class GlobalBatch:
     def micro(self, micro_index: int, rank: int | None = None, device: torch.device | None = None) -> MicroBatch:
         """Return a rank's part of micro-batch `micro_index`, on its device; by default this rank's.
 
-        Samples are kept on the host until the step ends, and read again if the user's code has changed them in place, so every
-        call returns the same, in new containers. A rank without samples gets one real sample of the slice, marked idle.
+        Samples are kept on the host until the step ends, so every call returns the same, in new containers. They are read again
+        if the user's code has changed a tensor in place, other than through ``.data`` or numpy. A rank without samples gets one
+        real sample of the slice, marked idle.
         """
         rank = self._ranks[0] if rank is None else rank
         span = read_span(self.plan, micro_index, rank)

@@ -66,10 +66,10 @@ def set_global_state(state: tuple[Any, ...]) -> None:
         sys.modules["numpy"].random.set_state(state[2])
 
 
-def comparable_global_state() -> tuple[Any, ...]:
-    """Return the global generators' states as values that are equal where nothing was drawn; takes about 30 microseconds."""
+def comparable_state(own: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the states of the global generators and of `own`, equal where nothing was drawn; takes about 30 microseconds."""
     state = get_global_state()
-    return state[0].numpy().tobytes(), state[1], pickle.dumps(state[2])
+    return state[0].numpy().tobytes(), state[1], pickle.dumps([state[2], *map(_get, own)])
 
 
 def copy_global_state() -> tuple[Any, ...]:
@@ -171,12 +171,13 @@ def _memory_at(address: int, num_bytes: int = _TWISTER_BYTES) -> memoryview:
 @contextmanager
 def forked(own: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the global generators, and those in `own`, after the body."""
-    state, own_states = get_global_state(), save_generators(own)
+    state, own_states = get_global_state(), [_get(generator) for generator in own]
     try:
         yield
     finally:
         set_global_state(state)
-        load_generators(own, own_states)
+        for generator, own_state in zip(own, own_states, strict=True):
+            _set(generator, own_state)
 
 
 class IsolatedGenerators:
@@ -198,10 +199,14 @@ class IsolatedGenerators:
                 self._state = get_global_state()
 
 
-def holders(value: Any, depth: int = 3) -> Iterator[Any]:
+def holders(value: Any, depth: int = 3, visited: dict[int, tuple[int, Any]] | None = None) -> Iterator[Any]:
     """Yield a value, what it holds, and what the names in its code stand for, down to a `depth`."""
+    visited = {} if visited is None else visited
+    if visited.get(id(value), (-1,))[0] >= depth:
+        return
+    visited[id(value)] = depth, value  # itself too, so that no other gets its id
     yield value
-    held = [*getattr(value, "__dict__", {}).values()] if depth else []
+    held = [*_attributes(value).values()] if depth else []
     if depth and isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
         held += value.values() if isinstance(value, dict) else value
     elif depth and isinstance(value, functools.partial):
@@ -215,7 +220,14 @@ def holders(value: Any, depth: int = 3) -> Iterator[Any]:
                 held.append(types.SimpleNamespace(**{**names.globals, **names.nonlocals}))
     for one in held:
         if not isinstance(one, type | types.ModuleType | torch.Tensor | str | int | float):
-            yield from holders(one, depth - 1)
+            yield from holders(one, depth - 1, visited)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    with suppress(Exception):  # of an object with slots this is what its __getattr__ does
+        if isinstance(found := value.__dict__, dict):
+            return found
+    return {}
 
 
 def find_generators(owners: Iterable[Any]) -> list[Any]:
@@ -225,7 +237,7 @@ def find_generators(owners: Iterable[Any]) -> list[Any]:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     found: dict[int, Any] = {}
     for owner in owners:
-        for value in getattr(owner, "__dict__", {}).values():
+        for value in _attributes(owner).values():
             if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
                 found.setdefault(id(value), value)
     return list(found.values())
@@ -249,21 +261,30 @@ def seed_generators(generators: Iterable[Any], *parts: int) -> None:
             generator.manual_seed(seed)
         elif hasattr(generator, "bit_generator"):
             generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        elif hasattr(generator, "_bit_generator") and not _is_usual(generator):
+            generator.set_state(type(generator._bit_generator)(seed).state)
         else:
             generator.seed(seed & 0xFFFFFFFF)
 
 
+def _is_usual(generator: Any) -> bool:
+    """Return whether a RandomState is of numpy's usual kind: no other has a seed, or a state as a tuple."""
+    return type(generator._bit_generator).__name__ == "MT19937"
+
+
 def _get(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().tolist())
+        return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=_is_usual(generator))
 
 
 def _set(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):

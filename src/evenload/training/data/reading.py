@@ -20,6 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 from evenload.errors import ConfigError, DataError
 from evenload.hardware import temporary_path_problem
 from evenload.training.data import randomness
+from evenload.training.data.batches import leaves_of
 from evenload.training.data.fingerprint import parts_of
 from evenload.training.data.tuning import ReadSettings
 
@@ -128,32 +129,41 @@ class TaskDataset(Dataset[Any]):
                 samples.append(self.dataset.__getitems__([key])[0] if by_list else self.dataset[key])
         if self._keyed:
             randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low), own)
-        if not isinstance(samples, list) or (num_left := sum(sample is not None for sample in samples)) == len(samples):
-            return self.collate_fn(samples)
-        try:
-            return PartialRead(self.collate_fn(samples), num_left)
-        except Exception as error:
-            if num_left:
-                raise
-            raise DataError(
-                f"the dataset returned None for all {len(samples)} samples of a device's part of a batch (the first is "
-                f"{task.keys[0]!r}), and collate_fn failed: is its return missing? If these are no samples, leave "
-                "them out before training: Subset(dataset, good_indices)"
-            ) from error
+        return collate(self.collate_fn, samples, task.keys[0])
 
     def _read_in_batch(self, task: ReadTask, own: list[Any]) -> Any:
         """Return the samples from one call; None if that drew random numbers, which would depend on the split."""
         if self._keyed:
             randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.SAMPLE, task.low), own)
-            before = randomness.comparable_global_state(), randomness.save_generators(own)
+            before = randomness.comparable_state(own)
         samples = self.dataset.__getitems__(list(task.keys))
         # Anything but a list is a whole batch for the user's own collate_fn, which can't be joined from single samples.
         if not self._keyed or not isinstance(samples, list):
             return samples
-        if (randomness.comparable_global_state(), randomness.save_generators(own)) == before:
+        if randomness.comparable_state(own) == before:
             return samples
         self._reads_in_batches = False
         return None
+
+
+def collate(collate_fn: Callable[[list[Any]], Any], samples: Any, first: Any) -> Any:
+    """Return the batch, or a `PartialRead` where `collate_fn` left out the samples that are None; `first` names the first."""
+    if not isinstance(samples, list) or (num_left := sum(sample is not None for sample in samples)) == len(samples):
+        return collate_fn(samples)
+    try:
+        data = collate_fn(samples)
+    except Exception as error:
+        if num_left:
+            raise
+        raise DataError(
+            f"the dataset returned None for all {len(samples)} samples of a device's part of a batch (the first is {first!r}), "
+            "and collate_fn failed: is its return missing? If these are no samples, leave them out before training: "
+            "Subset(dataset, good_indices)"
+        ) from error
+    sizes = [leaf.size(0) for leaf in leaves_of(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    # Zeros or noise may stand for them: then a batch has the rows of all samples.
+    has_all = sizes.count(len(samples)) > sizes.count(num_left) or not (num_left or 0 in sizes)
+    return data if has_all else PartialRead(data, num_left)
 
 
 def reads_in_batches(dataset: Any) -> bool:

@@ -29,6 +29,7 @@ from evenload.training.data.killed_workers import await_workers, find_dead_worke
 from evenload.training.data.order import BroadcastIntegers
 from evenload.training.data.rank_dependence import differs, sharded_stream, stream_row
 from evenload.training.data.reading import (
+    collate,
     ignore_worker_warnings,
     inner_loader,
     read_settings,
@@ -69,6 +70,7 @@ class StreamReader:
         self._seed, self._keyed, self._pin = seed, keyed, pin
         self.reading = read_settings(loader, pinned=pin)
         self._epoch = 0
+        self._own: list[Any] = []  # generators that collate_fn holds or names
         self._generators: randomness.IsolatedGenerators | None = None
         self._batches: Iterator[Sequence[Any]] | None = None
         self._inner: DataLoader[Any] | None = None
@@ -86,6 +88,7 @@ class StreamReader:
     def begin(self, epoch: int, skip_batches: int = 0, skip_samples: int = 0) -> None:
         """Start an epoch and read past the samples used before; DataError if the batches don't hold as many."""
         self._epoch = epoch
+        self._own = randomness.find_generators(randomness.holders(self._collate_fn)) if self._keyed else []
         if self._inner is not None:
             # The same base seed on every rank, for the same streams.
             seed_workers(self._inner, self._generator, self._seed, epoch)
@@ -109,13 +112,13 @@ class StreamReader:
         return StreamBatch(self._next(), position)
 
     def collate(self, samples: list[Any], low: int) -> Any:
-        """Collate samples; `low` is the global position of the first."""
+        """Collate samples, as `reading.collate` does; `low` is the global position of the first."""
         if not self._keyed:
-            data = self._collate_fn(samples)
+            data = collate(self._collate_fn, samples, low)
         else:
-            with randomness.forked():
-                randomness.reseed(randomness.mix(self._seed, self._epoch, randomness.COLLATE, low))
-                data = self._collate_fn(samples)
+            with randomness.forked(self._own):
+                randomness.reseed(randomness.mix(self._seed, self._epoch, randomness.COLLATE, low), self._own)
+                data = collate(self._collate_fn, samples, low)
         return pin_batch(data) if self._pin else data
 
     def pause(self) -> None:

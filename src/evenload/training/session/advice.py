@@ -20,6 +20,7 @@ from evenload.balance.exchange_times import (
     without_exchange,
 )
 from evenload.balance.wire_bytes import FORMATS
+from evenload.training.compute import randomness
 from evenload.training.parallel.outer import outer_seconds
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
@@ -92,11 +93,13 @@ class LinkAdvice(StepListener):
         whole = [] if context.islands is not None else list(zip(timed.own_seconds(), plan.shares, strict=False))
         far = {rank for host in context.groups.generation.hosts if 0 not in host for rank in host}
         size, senders = gradient_size(self._models), meter.num_senders
+        with randomness.set_aside(context.device):
+            codec_s, outer_s = codec_seconds(context.device, size), outer_seconds(context.device)
         work = Work(
             statistics.median(self._computed_s[1:]),
             plan.num_micro,
-            codec_seconds(context.device, size),
-            outer_seconds(context.device),
+            codec_s,
+            outer_s,
             encodes_on_cpu=context.device.type == "cpu",
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),

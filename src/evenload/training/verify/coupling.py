@@ -24,13 +24,13 @@ from torch import nn
 from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import randomness
 from evenload.training.compute.batch_loss import CoupledLoss
-from evenload.training.compute.buffers import BufferGuard
+from evenload.training.compute.buffers import BufferGuard, buffers_restored
 from evenload.training.compute.label_watch import describe_unweighted
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
 from evenload.training.data.batches import leaves_of
-from evenload.training.data.randomness import find_generators, holders
+from evenload.training.data.randomness import find_generators, holders, save_generators
 from evenload.training.data.rows import cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
@@ -52,8 +52,8 @@ _MAX_CALLS = 4
 _MAX_ELEMENTS = 1 << 20
 """Elements of the parameters whose gradients are compared."""
 _OWN_GENERATOR = (
-    "loss_fn draws from a generator of the script's own: each rank draws the same numbers from it, for other samples. Draw from "
-    "torch, numpy.random or random themselves, which are seeded for each step and rank"
+    "loss_fn draws from a generator of the script's own: unless seeded by rank, each rank draws the same numbers from it, for "
+    "other samples. Draw from torch, numpy.random or random themselves, which are seeded for each step and rank"
 )
 _HALF = (torch.float16, torch.bfloat16)
 Finding = tuple[str, str]  # kind and message of an event; both empty where nothing is wrong
@@ -69,6 +69,10 @@ class CouplingWatch(StepListener):
         self._loss_fns: dict[int, LossFn] = {}
         """Of this step, by index of the call."""
         self._num_collectives = 0
+        self._own: tuple[list[Any], tuple[str, ...]] = (
+            [],
+            (),
+        )  # generators that loss_fn can reach, and their states before
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
         return [*self._context.groups.own_groups, *self._context.step_groups.own_groups]
@@ -83,14 +87,18 @@ class CouplingWatch(StepListener):
             self._loss_fns = {}
         if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
             return
-        if call == self._tries[0] == 0 < self._context.groups.world_size - 1 and find_generators(holders(loss_fn, 1)):
-            self._context.recorder.event("own_generator", _OWN_GENERATOR, step=step.index)
+        if call == self._tries[0] == 0 < self._context.groups.world_size - 1:
+            found = find_generators(holders(loss_fn, 1))
+            self._own = found, save_generators(found)
         if call < _MAX_CALLS and self._tries[call] < len(_NUM_SAMPLES):
             self._loss_fns[call] = loss_fn
             self._num_collectives = user_collectives(self._own_groups())
 
     def on_gradients(self, step: Step) -> None:
         call = step.stats.calls - 1
+        (own, before), self._own = self._own, ([], ())
+        if save_generators(own) != before:
+            self._context.recorder.event("own_generator", _OWN_GENERATOR, step=step.index)
         if call in self._loss_fns and user_collectives(self._own_groups()) != self._num_collectives:
             # Collectives of its own would wait for the other ranks.
             del self._loss_fns[call]
@@ -127,7 +135,8 @@ class CouplingWatch(StepListener):
         data, num_read, first = read
         num = min(num_read, num_samples)
         quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
-        named, buffers = False, BufferGuard(self._models)
+        # A change of others is no state unless a later call shows it: `_set_aside` restores those.
+        named, buffers = False, BufferGuard(self._models, persistent_only=True)
         set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
 
         def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
@@ -139,7 +148,9 @@ class CouplingWatch(StepListener):
             try:
                 with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
                     result = read_result(quiet(part))
-                set_in_calls.append(buffers.changed())
+                if len(set_in_calls) < 3:
+                    set_in_calls.append(buffers.changed())
+                buffers.forget()
                 named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
                 grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
             finally:
@@ -177,12 +188,11 @@ class CouplingWatch(StepListener):
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
         if not wrong_units or named:
             for (low, high), part in zip(spans, parts, strict=True):
+                anew = step.batch.read(first + low, first + high)
+                if not _differs_in_padding(anew, cut_rows(data, low, high, num_read)):
+                    continue
                 # Random numbers of padded positions are others in a batch of another length.
-                anew = _shapes(step.batch.read(first + low, first + high))
-                if (
-                    anew == _shapes(cut_rows(data, low, high, num_read))
-                    or difference(compute(low, high, 1), part) > tolerance
-                ):
+                if difference(compute(low, high, 1), part) > tolerance:
                     continue
                 if (gap := difference(compute(low, high, anew=True), part)) > tolerance:
                     return (
@@ -230,6 +240,7 @@ class CouplingWatch(StepListener):
         with contextlib.ExitStack() as stack:
             others = randomness.other_gpus(models, context.device)
             stack.enter_context(randomness.set_aside(context.device, others))
+            stack.enter_context(buffers_restored(models))
             stack.enter_context(no_dropout(models))
             stack.enter_context(switched_off([module for _, module in batch_norms(models)]))
             stack.enter_context(torch.enable_grad())
@@ -265,8 +276,14 @@ def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
             param.grad = grad
 
 
-def _shapes(batch: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+def _differs_in_padding(anew: Any, cut: Any) -> bool:
+    """Return whether a batch has the rows cut from a larger one and only less padding: collate_fn may sort, or draw at random."""
+    pairs = [pair for pair in zip(leaves_of(anew), leaves_of(cut), strict=True) if all(map(torch.is_tensor, pair))]
+    return any(one.shape != other.shape for one, other in pairs) and all(
+        torch.equal(one, other[tuple(slice(n) for n in one.shape)])
+        or torch.equal(one, other[tuple(slice(m - n, m) for n, m in zip(one.shape, other.shape, strict=True))])
+        for one, other in pairs
+    )
 
 
 def _probe(device: torch.device) -> tuple[float, ...]:

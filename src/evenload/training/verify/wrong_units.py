@@ -91,6 +91,7 @@ def describe_state(
     if not (gap := difference(again, whole)) > tolerance:
         return ""
     return (
-        "loss_fn keeps state from call to call (an average, a centre, a queue, a counter, a generator of its own): called again "
-        f"for the same samples, it gave a result that differs by {gap:.1%}"
+        "loss_fn keeps state from call to call (an average, a centre, a queue, a counter), or draws from generators that are not "
+        "seeded (torch's, numpy.random and random are): called again for the same samples, it gave a result that differs by "
+        f"{gap:.1%}"
     )

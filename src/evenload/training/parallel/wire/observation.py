@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,7 @@ class GradientObservation:
 
     def rehearse(self, device: torch.device, size: GradientSize) -> None:
         """Add what the codecs cost on this rank's device to one of the calls."""
-        found = codec_seconds(device, size)
+        found = codec_seconds(device, replace(size, matrices=()))  # no PowerSGD: it is no choice
         costs = [*(found[codec.name] for codec in CODECS), float(device.type == "cpu")]
         self.own[1 + len(CODECS) : -1] = torch.tensor(costs, dtype=torch.float64)
 
