@@ -70,7 +70,7 @@ def test_ranks_that_fail_or_hang_after_they_have_left_hold_nobody(tmp_path):
     assert code == 0, stderr
     text = stdout + stderr
     assert "cpu, which had left, failed at step" in text and "ZeroDivisionError" in text, text
-    assert text.count("a rank that has left ends: it has used no processor for 3 s") == 1, text
+    assert text.count("a rank that has left ends: it has not worked for 3 s") == 1, text
     assert "cpu, which had left, does not end: its process has been stopped (SIGSTOP) for 4." in text, text
     assert "does not respond" not in text
 

@@ -188,11 +188,11 @@ def test_sigterm_before_and_during_a_restart_ends_the_run(tmp_path):
     ) as started:
         # The third restart waits five seconds (the second only one: on a busy machine it is over before anybody looks).
         wait(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(restarts(tmp_path)) == 3, started)
-        assert not (tmp_path / "run" / "launch.json").exists()
         began_s = time.monotonic()
         started.process.send_signal(signal.SIGTERM)
         code, _, stderr = started.end()
     assert code == 143 and time.monotonic() - began_s < 4 and "SIGTERM: the run ended" in stderr, stderr
+    assert not (tmp_path / "run" / "launch.json").exists()
     pids = list(map(int, (tmp_path / "pids").read_text().split()))
     assert_gone(pids)
     assert len(pids) == 6

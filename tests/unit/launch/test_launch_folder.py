@@ -31,6 +31,25 @@ def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp
     assert [*tmp_path.iterdir()] == [call]
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for_and_a_folder_of_another_user_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, linked = tmp_path / "evenload-run-x", tmp_path / "evenload-run-y"
+    folder.mkdir()
+    linked.mkdir()
+    os.mkfifo(folder / "lock")
+    (linked / "lock").symlink_to(folder / "lock")
+    with launch_folder():  # it would wait for ever
+        pass
+    other = tmp_path / "evenload-run-other"
+    other.mkdir()
+    (other / "lock").touch()
+    age(other)
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with launch_folder():
+        assert other.exists()
+
+
 def test_without_a_folder_for_temporary_files_the_error_says_what_to_set(monkeypatch):
     def refuse(prefix):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")

@@ -63,7 +63,7 @@ def test_two_requests_of_the_same_devices_end_together_and_devices_that_did_not_
         control.poll(lambda _: ([], []), changes=False)
         for thread in threads:
             thread.join(20)
-        wrong = f"{tmp_path}: the run is on cuda:0, cpu instead of -d 0,1,2; its output names the cause"
+        wrong = f"{tmp_path}: the run is on cuda:0, cpu instead of -d 0,1,2"
         assert ends == ([["to 0,1,2"]] if is_done else [wrong]) * 2
     control.close()
 
@@ -73,7 +73,7 @@ def test_between_two_starts_of_all_ranks_the_run_is_in_progress_and_a_change_is_
     run.mkdir()
     control = RunControl(tmp_path)
     control.announce(run, ["rank 0: cpu"])
-    control.close(goes_on=True)
+    control.close()
     (tmp_path / "control").unlink()
     assert members_of(run) == ["rank 0: cpu"]
     with pytest.raises(ConfigError, match="all ranks start again; change the devices once they train"):

@@ -108,17 +108,70 @@ def test_a_stalled_rank_is_waited_for_where_the_run_cannot_start_again(made, clo
     assert "rank 2 (cpu) does not respond" in line
 
 
-def test_the_run_fails_once_the_others_have_ended_and_one_is_stopped(made, clock):
-    members, workers, _ = made
+def test_the_run_fails_in_the_end_where_the_others_have_ended_and_one_is_stopped(made, clock):
+    members, workers, lines = made
     members._receive(members._decider, Finished("worker-1"))
     close_run(workers["worker-1"], members)
     workers["worker-2"].stopped = True
     workers["worker-0"].code = 0
-    poll(members, clock, 6.0)
+    poll(members, clock, 700.0)
     assert members.end_cause is None, "worker-1 may export for hours"
     workers["worker-1"].code = 0
-    poll(members, clock, 1.0)
-    assert "rank 2 (cpu) does not respond" in members.end_cause.text
+    poll(members, clock, 590.0)
+    assert members.end_cause is None and "rank 2 (cpu) still runs" in lines[-1]
+    poll(members, clock, 15.0)
+    assert "rank 2 (cpu) has been stopped (SIGSTOP) for 600 s, after another has ended" in members.end_cause.text
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_whoever_stops_all_that_still_run_means_it(made, clock, restarts):
+    members, workers, lines = made
+    members._can_start_again = lambda: restarts
+    members._receive(members._decider, Finished("worker-1"))
+    workers["worker-0"].code = workers["worker-1"].code = 0
+    workers["worker-2"].stopped = True
+    poll(members, clock, 10.0)
+    workers["worker-2"].stopped = False
+    poll(members, clock, 595.0)
+    workers["worker-2"].stopped = True
+    poll(members, clock, 20.0)
+    assert not workers["worker-2"].killed and members.end_cause is None
+    assert not any("does not respond" in line for line in lines)
+
+
+def test_a_rank_that_goes_on_later_than_another_after_a_stop_of_all_is_not_killed(made, clock):
+    members, workers, _ = made
+    for name in NAMES:
+        workers[name].stopped = True
+        poll(members, clock, 0.5)
+    poll(members, clock, 3600)
+    workers["worker-1"].stopped = False
+    poll(members, clock, 2.0)
+    workers["worker-0"].stopped = workers["worker-2"].stopped = False
+    poll(members, clock, 2.0)
+    assert not any(worker.killed for worker in workers.values())
+
+
+def test_only_the_rank_that_was_stopped_for_long_fails_the_run(made, clock):
+    members, workers, _ = made
+    members._decider = started(3, capable=False)
+    workers["worker-2"].stopped = True
+    poll(members, clock, 590)
+    workers["worker-1"].stopped = True
+    poll(members, clock, 15)
+    assert "rank 2 (cpu)" in members.end_cause.text
+
+
+def test_a_worker_that_has_left_and_spins_is_named_once_the_others_have_ended(made, clock):
+    members, workers, lines = made
+    change = members._decider.request_leave("worker-1")[0].change
+    members._receive(members._decider, Leaving("worker-1"))
+    switch_all(members._decider, change)
+    poll(members, clock, 60)
+    assert lines == []
+    workers["worker-0"].code = workers["worker-2"].code = 0
+    poll(members, clock, 60)
+    assert lines == ["cpu, which had left, still runs, 30 s after another has ended; the run ends with it"]
 
 
 def test_a_rank_that_is_stopped_before_training_fails_the_run_in_the_end(made, clock):

@@ -26,6 +26,7 @@ from evenload.training.checkpoint import files
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.elastic.changes import MembershipChanges
+from evenload.training.elastic.own_wait import num_tcp_bytes
 from evenload.training.elastic.stall_watch import StallWatch
 from evenload.training.elastic.transfer import CheckpointSchedule, StateTransfer
 from evenload.training.launch.left import watch_end
@@ -146,7 +147,7 @@ class Members(StepListener):
         self._schedule.collect(waits=True)  # the next rank 0 may write one at once
         self._context.recorder.hand_over()
         self._changes.send(Leaving(self._worker))
-        watch_end()
+        watch_end(num_tcp_bytes)
         raise SystemExit(0)
 
     # -- collectives outside of a backward ------------------------------------------------------------------------------

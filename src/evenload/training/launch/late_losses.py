@@ -7,7 +7,7 @@ lost rank, the run fails after that, and starts again from there: what that rank
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from evenload.rendezvous.peer_monitor import FailureCause
 from evenload.training.launch.membership_decider import LOOP_ENDED, MembershipDecider
@@ -53,14 +53,14 @@ class LateLosses:
             return self._cause or FailureCause(decider.losses[-1].reason, 1, time_s=time.time(), lost=True)
         return None
 
-    def name_running(self, decider: MembershipDecider, print_line: Callable[[str], None]) -> None:
-        """Name each member once that still runs long after another has ended."""
-        members = [name for name in decider.members if name in self._workers]
-        running = [name for name in members if self._workers[name].poll() is None]
-        if running == members:
+    def name_running(self, decider: MembershipDecider, names: Sequence[str], print_line: Callable[[str], None]) -> None:
+        """Name each of these members, and workers that have left, once that still runs long after another has ended."""
+        running = [name for name in names if self._workers[name].poll() is None]
+        if running == names:
             self._all_ran_s = time.monotonic()
         for name in running if time.monotonic() - self._all_ran_s > _STILL_S else ():
-            rank = f"rank {decider.rank_of(name)} ({decider.places[name].device})"
+            where = decider.places[name].device
+            rank = f"rank {decider.rank_of(name)} ({where})" if name in decider.members else f"{where}, which had left,"
             if name not in self._named:
                 print_line(f"{rank} still runs, {_STILL_S:.0f} s after another has ended; the run ends with it")
             self._named.add(name)

@@ -84,16 +84,19 @@ class RunControl:
         if not changes:
             for connection, devices, wanted in self._waiting:
                 found = [member.partition(": ")[2] for member in self._members]
-                why = f"the run is on {', '.join(found)} instead of -d {devices}; its output names the cause"
+                why = f"the run is on {', '.join(found)} instead of -d {devices}"
                 _send(connection, {"done": True} if sorted(found) == sorted(wanted) else {"error": why})
                 connection.close()
             self._waiting.clear()
 
-    def close(self, *, goes_on: bool = False) -> None:
-        """Close all connections; the file in the run folder stays if this process starts the ranks again."""
+    def close(self) -> None:
+        """Close all connections; the file in the run folder stays, because this process may start the ranks again."""
         for connection in (*self._reading, *(waiting for waiting, *_ in self._waiting), self._listener):
             connection.close()
-        if self._run_folder is not None and not goes_on:
+
+    def retract(self) -> None:
+        """Remove the file in the run folder, if it is of these ranks: the launch has ended."""
+        if self._run_folder is not None:
             path = self._run_folder / LAUNCH_FILE
             with suppress(OSError, ValueError):
                 if json.loads(path.read_text())["socket"] == str(self._path):  # another run may have begun there

@@ -56,15 +56,13 @@ from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, place_of, places_of
 from evenload.training.launch.restarts import cause_of
 from evenload.training.launch.server_process import goes_on_without, may_lose, what_joiners_do
-from evenload.training.launch.stalls import StallMonitor
+from evenload.training.launch.stalls import GIVEN_UP_S, StallMonitor
 
 if TYPE_CHECKING:
     from evenload.rendezvous.world import World
 
 _SILENCE_S = 5.0
 """A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
-_GIVEN_UP_S = 600.0
-"""The run fails once a member has been stopped for so long, if the others can't go on without it."""
 _ANNOUNCE_S = 0.5
 """Between two looks for something to announce that no instruction came with."""
 
@@ -167,8 +165,9 @@ class RunMembers:
             for message in process.channel.receive():
                 self._receive(decider, message)
         self.end_cause = self.end_cause or self._late.end_cause(decider, have_ended=False)
-        self._late.name_running(decider, self._print)
-        self._outside.poll(decider, [name for name in self._workers if name not in self._gone])
+        names = [name for name in self._workers if name not in self._gone]
+        self._late.name_running(decider, [name for name in names if name not in decider.joiners], self._print)
+        self._outside.poll(decider, names)
         if not self._has_begun and decider.why_not_without(()) != NOT_BEGUN:
             self._begin()
         elif may_lose(self._host.folder):
@@ -301,7 +300,8 @@ class RunMembers:
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
         """Kill workers that are stopped, and members that stall the others, if these can go on without or start again."""
-        known = [name for name in self._workers if name not in self._gone and not self._machines.is_quiet(name)]
+        here = [name for name in self._workers if name not in self._gone and not self._machines.is_quiet(name)]
+        known = [name for name in here if self._workers[name].poll() is None]
         members = [name for name in decider.expected if name in known]
         stopped = [name for name in known if self._workers[name].is_stopped()]
         found = self._stalls.judge(members, stopped, now_s, decider.awaited)
@@ -310,10 +310,12 @@ class RunMembers:
         if found.deadlock_s and len(members) == len(decider.expected):
             text = self._stalls.describe_deadlock(members, self.where, found.deadlock_s)
             self.end_cause = self.end_cause or FailureCause(text, 1, time_s=time.time())
+        if found.halted_s >= GIVEN_UP_S and any(name in here and name not in known for name in decider.expected):
+            text = f"rank {decider.rank_of(members[0])} ({self.where(members[0])}) has been stopped (SIGSTOP) for "
+            text += f"{found.halted_s:.0f} s, after another has ended"
+            self.end_cause = self.end_cause or FailureCause(text, 1, time_s=time.time(), lost=True)
         losses: list[LostWorker] = []
         for name, reason in found.stalled.items():
-            if self._workers[name].poll() is not None:
-                continue  # its end is dealt with
             if name not in members:
                 self._outside.end(decider, name, reason)
                 continue
@@ -322,11 +324,7 @@ class RunMembers:
             why = decider.why_not_without(names) or self._late.why_not(decider, names)
             if not why or self._can_start_again():
                 losses.append(LostWorker(name, text, time.time()))
-            elif (
-                found.is_too_long
-                or (found.stopped_s >= _GIVEN_UP_S and why != LOOP_ENDED)
-                or all(self._workers[other].poll() is not None for other in known if other not in found.stalled)
-            ):
+            elif found.is_too_long or (name in found.given_up and why != LOOP_ENDED):  # they may export for hours
                 self.end_cause = self.end_cause or FailureCause(
                     f"{text}\nthe run can't go on: {why}", 1, time_s=time.time()
                 )

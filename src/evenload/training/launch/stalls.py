@@ -19,6 +19,8 @@ STOPPED_S = 4.0
 """A process that is stopped for so long is stalled, whatever it did."""
 AWAITED_S = 1.0
 """The same, where the repair of a loss waits for it: training shall go on within 3 s."""
+GIVEN_UP_S = 600.0
+"""The run fails once a member has been stopped for so long, if the others can't go on without it or have ended."""
 EVERY_S = 0.25
 _LONGEST_GAP_S = 1.0
 """After a longer time without a look this process itself was stopped, and what it knows is old."""
@@ -47,8 +49,10 @@ class StallFindings:
     """Workers for whose own code the others wait for long, each reported once in a wait."""
     is_too_long: bool
     """The others have waited for those that stall so long that they don't go on waiting."""
-    stopped_s: float
-    """The longest time for which one of those that stall has been stopped."""
+    given_up: set[str]
+    """Those that stall and have been stopped for `GIVEN_UP_S`."""
+    halted_s: float
+    """Seconds for which all members have been stopped."""
     deadlock_s: float
     """Seconds for which all have waited for one another while nothing moved; 0 if they don't."""
 
@@ -64,6 +68,7 @@ class StallMonitor:
         self._stopped_since_s: dict[str, float] = {}
         self._awaited_since_s: dict[str, float] = {}
         """Of those that are stopped."""
+        self._halted_since_s = math.inf
         self._used_before_s: dict[str, float] = {}  # until the last report
         self._judged_s = 0.0
         self._reported: set[str] = set()
@@ -85,16 +90,20 @@ class StallMonitor:
     def judge(
         self, members: Sequence[str], stopped: Collection[str], now_s: float, awaited: Collection[str] = ()
     ) -> StallFindings:
-        """Return who stalls; `stopped`: members and others that are stopped now; the repair of a loss waits for `awaited`."""
+        """Return who stalls; `members` run; of them and others `stopped` are stopped; a loss's repair waits for `awaited`."""
         if was_halted := now_s - self._judged_s > _LONGEST_GAP_S:
-            for known in (self._stopped_since_s, self._awaited_since_s, self._waits):
-                known.clear()
+            self._waits.clear()
         for name in [one for one in self._activities if was_halted or one in stopped]:  # no time passes there
             self._activities[name] = replace(self._activities[name][0], stuck_s=0.0), now_s
         self._judged_s = now_s
         stalled: dict[str, str] = {}
-        stopped_s = 0.0
-        if not {*members} <= {*stopped}:  # whoever stops all of them means it
+        given_up: set[str] = set()
+        is_halted = bool(members) and {*members} <= {*stopped}  # whoever stops all that run means it
+        if was_halted or is_halted:
+            self._stopped_since_s.clear()
+            self._awaited_since_s.clear()
+        self._halted_since_s = min(math.inf if was_halted else self._halted_since_s, now_s) if is_halted else math.inf
+        if not is_halted:
             self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
             held_up = [name for name in stopped if name in awaited]
             self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
@@ -102,7 +111,7 @@ class StallMonitor:
                 if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
                     text = f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s"
                     stalled[name] = text + self._where(name)
-                    stopped_s = max(stopped_s, now_s - since_s)
+                    given_up |= {name} if now_s - since_s >= GIVEN_UP_S else set()
         waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
         waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
         in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)
@@ -129,7 +138,8 @@ class StallMonitor:
             elif waits_s >= _ABSENT_S and name not in self._reported:
                 self._reported.add(name)
                 absent[name] = f"{what or _OWN_CODE} for {seconds:.0f} s{self._where(name)}"
-        return StallFindings(stalled, absent, is_too_long, stopped_s, self._deadlock_s(members, now_s))
+        halted_s = max(0.0, now_s - self._halted_since_s)
+        return StallFindings(stalled, absent, is_too_long, given_up, halted_s, self._deadlock_s(members, now_s))
 
     def _deadlock_s(self, members: Sequence[str], now_s: float) -> float:
         known = [self._activities[name] for name in members if name in self._activities]

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +77,7 @@ def launch(
     """
     received: list[int] = []
     following: LaunchRequest | None = request
-    with collect_stop_signals(received, exits_afterwards), open_files_named():
+    with collect_stop_signals(received, exits_afterwards), open_files_named(), ExitStack() as at_end:
         while following is not None:
             wait_before(following, received)
             host = read_host()
@@ -86,6 +87,8 @@ def launch(
             with launch_folder() as folder:
                 supervisor = _Supervisor(following, folder, report)
                 supervisor.received_signals = received
+                if supervisor.control is not None:
+                    at_end.callback(supervisor.control.retract)
                 try:
                     code = supervisor.run(workers, own_cores(workers, host))
                 finally:
@@ -108,8 +111,8 @@ class _Supervisor:
         self._outputs = WorkerOutputs()
         self._host = HostWorkers(request, folder, self._outputs)
         self._num_ranks = 0
-        self._control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
-        self._queue_devices = QueueDevices.of_this_program(request.settings) if self._control is not None else None
+        self.control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
+        self._queue_devices = QueueDevices.of_this_program(request.settings) if self.control is not None else None
         self._run_folder: Path | None = None
         self._lost = LostWorkers(folder, self._outputs.print_line)
         self._listener: socket.socket | None = None
@@ -120,7 +123,6 @@ class _Supervisor:
         self._world: World | None = None
         self._machine = ""
         self._causes_by_worker: dict[str, FailureCause] = {}
-        """By worker."""
         self._throttle: ThrottleController | None = None
         self._view = request.view
         self._outputs.view = request.view
@@ -169,8 +171,8 @@ class _Supervisor:
         self._host.kill()
         self._close_output()
         self._host.close()
-        if self._control is not None:
-            self._control.close(goes_on=self.following is not None)
+        if self.control is not None:
+            self.control.close()
         self._peers.close()
         self._close_store()
         if self._throttle is not None:
@@ -275,14 +277,11 @@ class _Supervisor:
         if status in (StopStatus.CAN_SAVE, StopStatus.EXITING):
             self._stop_forwarded = True
             name = signal.Signals(self.received_signals[0]).name
-            what = (
-                "saving and stopping after this step"
-                if status is StopStatus.CAN_SAVE
-                else "the script is at its end already"
-            )
+            saves = status is StopStatus.CAN_SAVE
+            what = "saving and stopping after this step" if saves else "the script is at its end already"
             self._outputs.print_line(f"evenload: {name}: {what}; once more ends it at once")
             self._members.stop_joins()
-            for worker in self._members.own_workers if status is StopStatus.CAN_SAVE else ():
+            for worker in self._members.own_workers if saves else ():
                 worker.send_signal(self.received_signals[0])
         return not self._stop_forwarded
 
@@ -298,13 +297,13 @@ class _Supervisor:
         if self._throttle is not None:
             self._throttle.poll()
         self._run_folder = self._run_folder or read_run_folder(self._folder)
-        if self._control is not None and isinstance(self._members, ChangeableMembers):
+        if self.control is not None and isinstance(self._members, ChangeableMembers):
             members, settings = self._members, self._request.settings
-            self._control.poll(lambda text: change_devices(members, text, settings), members.changes)
+            self.control.poll(lambda text: change_devices(members, text, settings), members.changes)
             if self._queue_devices is not None:
                 self._queue_devices.poll(members)
             if self._run_folder is not None and not self.received_signals:
-                self._control.announce(self._run_folder, self._members.describe())
+                self.control.announce(self._run_folder, self._members.describe())
         if self._view is not None:
             if self._run_folder is not None:
                 self._view.follow(self._run_folder)
