@@ -9,8 +9,8 @@ samples of all committed steps (evenload.testing.ledger) and the final weights a
 makes the same faults again: `python -m benchmarks faults --only 17`; what happened at which moment may differ.
 
 Bars: over at least 300 faults 0 samples lost, 0 used twice, weights within 1e-9. (Where memory ran out so often that a
-micro-batch has two samples, BatchNorm's gradients are nearly rounding: within ten times of what a noise of 1e-15 does there.) A killed rank is noticed within 1 s, and
-training goes on within 3 s after it (on a quiet machine).
+micro-batch has two samples, BatchNorm's gradients are nearly rounding: within 100 times of what a noise of 1e-15 does there.)
+A killed rank is noticed within 1 s, and training goes on within 3 s after it (on a quiet machine).
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _check(folder: Path, outcome: DisturbedRun) -> None:
     outcome.difference = relative_difference(torch.load(folder / "weights.pt"), expected)
     if min(map(min, sizes)) <= 2:
         outcome.rounding = relative_difference(disturbed_job.undisturbed(sizes, noise=1e-15), expected)
-    if not outcome.difference <= max(1e-9, 10 * outcome.rounding):
+    if not outcome.difference <= max(1e-9, 100 * outcome.rounding):
         outcome.problems.append(f"the weights differ by {outcome.difference:.1e}")
     lost_s = [float(event.fields["time_s"]) for event in read_events(folder / "run") if event.kind == "lost"]
     trained_s = sorted(record.time for record in read_steps(folder / "run"))
