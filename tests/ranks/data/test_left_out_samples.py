@@ -141,17 +141,17 @@ def test_an_evaluation_leaves_them_out(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "how", "told"),
+    ("bad", "how", "expected"),
     [
         (A_PART, "", "DataError: the dataset returned None for all 2 samples of a device's part"),
         (SOME, "tuple", "DataError: a dataset of the tuple of loaders returned None for a sample"),
         (SOME, "batch_loss", "StepError: encode returned a tensor of shape"),
     ],
 )
-def test_what_can_not_be_left_out(bad: set[int], how: str, told: str, tmp_path: Any) -> None:
+def test_what_can_not_be_left_out(bad: set[int], how: str, expected: str, tmp_path: Any) -> None:
     found = run_ranks(_refused, len(SHARES), bad, how, str(tmp_path), timeout_s=60)
-    assert any(one.startswith(told) for one in found), found
-    assert all(one.startswith((told, "PeerLostError: ")) for one in found), found
+    assert any(one.startswith(expected) for one in found), found
+    assert all(one.startswith((expected, "PeerLostError: ")) for one in found), found
 
 
 class _Stream(IterableDataset[Any]):

@@ -302,9 +302,9 @@ def _rows() -> Any:
 
 
 def test_training_mode_in_an_evaluation_is_refused(tmp_path: Path) -> None:
-    (*told, mean, num), (*told_too, other_mean, other_num) = run_ranks(_evaluate, 2, str(tmp_path))
-    assert len(told) == 2 and told == told_too
-    assert all("BatchNorm1d ran in training mode in a loop over run.batches" in one for one in told)
+    (*errors, mean, num), (*other_errors, other_mean, other_num) = run_ranks(_evaluate, 2, str(tmp_path))
+    assert len(errors) == 2 and errors == other_errors
+    assert all("BatchNorm1d ran in training mode in a loop over run.batches" in one for one in errors)
     assert torch.equal(mean, other_mean)  # every rank reads all of a plain loader
     assert num + other_num == 16
 

@@ -1,7 +1,7 @@
 """`Control`: small exchanges at the boundaries of a step, each checked to be the same operation on all ranks.
 
 Every exchange carries the operation and position of its rank. If two ranks differ, all of them raise the same `DesyncError`,
-which lists what each does: a `break` on one rank is an error, never a hang. (A row that rank 0 has told is checked by the other
+which lists what each does: a `break` on one rank is an error, never a hang. (A row that rank 0 has pushed is checked by the other
 ranks alone: there rank 0 gets a `PeerLostError` with that list.)
 """
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 from evenload.training.comm.groups import RankGroup
 from evenload.training.comm.host_exchange import ROW_VALUES
+from evenload.training.comm.row_ring import RowRing
 from evenload.training.comm.subset import Subset
-from evenload.training.comm.told_rows import ToldRows
 from evenload.training.comm.user_collectives import user_collectives
 
 Result = TypeVar("Result")
@@ -124,7 +124,7 @@ class Control:
         self._without_batches: Callable[[], Collection[int]] = tuple
         self._send_nothing: Callable[[NDArray[np.float64]], Callable[[], None]] = lambda table: lambda: None
         self._num_collectives = 0
-        """Of the script's own, as of the last row that was told."""
+        """Of the script's own, as of the last row that was pushed."""
         self.waits_since_s = 0.0
         """Since when, by `time.monotonic`, this rank waits in an exchange; 0 if it doesn't."""
         self.guard: Guard | None = None
@@ -215,22 +215,22 @@ class Control:
             self._may_be_in_loops = operation is Operation.EVALUATE
         return parts[0] if rounds == 1 else np.concatenate(parts, axis=1)
 
-    def tell(self, operation: Operation, values: Sequence[float]) -> bool:
+    def push_row(self, operation: Operation, values: Sequence[float]) -> bool:
         """Do rank 0's part of an exchange of `CAPACITY` values without waiting; False if it must exchange them."""
-        if isinstance(self._groups, Subset) or (told := self._told) is None:
+        if isinstance(self._groups, Subset) or (ring := self._ring) is None:
             return False
         before, self._num_collectives = self._num_collectives, user_collectives(self._groups.own_groups)
         row = [float(operation), *self._position, len(values), *values]
-        return told.tell(row, wakes=self._num_collectives != before)
+        return ring.push(row, wakes=self._num_collectives != before)
 
-    def take_told(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64] | None:
-        """Return the values that rank 0 has told; None if it exchanges them. Errors as in `exchange_table`."""
-        if (told := self._told) is None:
+    def pop_row(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64] | None:
+        """Return the values that rank 0 has pushed; None if it exchanges them. Errors as in `exchange_table`."""
+        if (ring := self._ring) is None:
             return None
         self.check_open(operation)
         self.waits_since_s = time.monotonic()
         try:
-            row = told.take()
+            row = ring.pop()
         except (TimeoutError, PeerLostError) as error:
             raise self._lost(operation, error) from None
         finally:
@@ -240,14 +240,14 @@ class Control:
         heads = [row[:_HEAD].tolist(), [float(operation), *map(float, self._position), float(len(values))]]
         if heads[0] != heads[1]:
             text = _describe_desync(heads, (0, self._groups.rank), ())
-            told.abort(text)
+            ring.abort(text)
             raise DesyncError(text)
         return row[_HEAD:]
 
     @property
-    def _told(self) -> ToldRows | None:
+    def _ring(self) -> RowRing | None:
         rows = None if isinstance(self._groups, Subset) else self._groups.generation.rows
-        return None if rows is None else rows.told
+        return None if rows is None else rows.ring
 
     def leave_loops(self) -> None:
         """Let ranks that wait in a loop over `run.batches` go on, if others left it. All call it before they compute together."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenload.training.comm.row_ring import RowRing, ring_layout
 from evenload.training.comm.shared_memory import (
     ChannelLayout,
     SegmentMember,
@@ -27,13 +28,12 @@ from evenload.training.comm.shared_memory import (
     start_ticks,
     why_unavailable,
 )
-from evenload.training.comm.told_rows import ToldRows, told_layout
 
 ROW_VALUES = 60
 """Values of one row."""
 _STATISTICS_BYTES = 1 << 15
 """Statistics of a BatchNorm with 2,048 channels in float64; larger ones take several rounds."""
-_ROWS, _TABLE, _TOLD = 0, 1, 1
+_ROWS, _TABLE, _RING = 0, 1, 1
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """All-gather of a vector over some ranks, shape ``(num_ranks, num_values)``."""
@@ -91,10 +91,10 @@ class HostExchange:
         self._rows = segment.channel(_ROWS, timeout_s)
         # The others wait longer than the first rank does for the other hosts, because its error says more.
         self._table = segment.channel(_TABLE, 2 * timeout_s) if between_hosts is not None else None
-        self.told: ToldRows | None = None
+        self.ring: RowRing | None = None
         """Rows of the first rank, where all ranks are on one host."""
         if between_hosts is None:
-            self.told = ToldRows(segment, _TOLD, self._rows, ROW_VALUES, timeout_s)
+            self.ring = RowRing(segment, _RING, self._rows, ROW_VALUES, timeout_s)
 
     def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
         """Exchange `ROW_VALUES` float64 and return a copy of those of all ranks, by rank; errors as in `SharedChannel`."""
@@ -156,7 +156,7 @@ def share_rows(
     ranks = range(len(found.members))
     layouts = [ChannelLayout(len(found.neighbours(rank, ranks)), 8 * ROW_VALUES)]
     several = len(found.hosts) > 1
-    layouts.append(ChannelLayout(1, 8 * ROW_VALUES * len(ranks)) if several else told_layout(len(ranks), ROW_VALUES))
+    layouts.append(ChannelLayout(1, 8 * ROW_VALUES * len(ranks)) if several else ring_layout(len(ranks), ROW_VALUES))
     agreed, segment = _share(found, rank, ranks, layouts, gather)
     if not agreed or segment is None:
         return None

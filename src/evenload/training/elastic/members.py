@@ -6,7 +6,7 @@
 Note [Agreement]
   After a change the remaining ranks exchange how many backwards and other collectives each has completed. None is ahead of
   another by more than one, because a collective completes only if all ranks have entered it, and because a rank takes all rows
-  that rank 0 has told (told_rows.py) before it looks for an abort.
+  that rank 0 has pushed (row_ring.py) before it looks for an abort.
   - A rank with fewer backwards than another has *missed* the last one: its `.grad` is None, its loop body ends without effect,
     and at the end of the body it receives the state of a rank that has not missed it. That rank sends where its own state is
     that of the end of the same body: at once if it has left the body, otherwise at the end of it, or in a `run.checkpoint`.

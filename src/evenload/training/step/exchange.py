@@ -99,9 +99,9 @@ class ReportExchange:
             self._clock.switch("wait")
             row, is_away = first.row(), first.status == AWAY
             self._row = row
-            values = self._control.take_told(Operation.BACKWARD, row) if is_away else None
+            values = self._control.pop_row(Operation.BACKWARD, row) if is_away else None
             if values is not None:
-                return read_table(self._with_told(values), sorted(first.metrics))
+                return read_table(self._with_first_row(values), sorted(first.metrics))
             table = self._control.exchange_table(Operation.BACKWARD, row)
         self._last = read_table(table, sorted(first.metrics), measured=first.squared_norm is not None)
         return self._last
@@ -137,14 +137,14 @@ class ReportExchange:
         row = own[0].row() if own.names or before.names else _changed_row(self._row, changed, own.own_seconds)
         self._row, self._metric_names[stats.calls] = row, tuple(changed["metrics"])
         self._clock.switch("wait")
-        if self._control.tell(Operation.BACKWARD, row):
-            table = self._with_told(row)
+        if self._control.push_row(Operation.BACKWARD, row):
+            table = self._with_first_row(row)
             return self._last.later(table, row) or read_table(table, own.names)
         self._last = read_table(self._control.exchange_table(Operation.BACKWARD, row), own.names)
         return self._last
 
-    def _with_told(self, row: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rows of all ranks where rank 0 has told its row: the others stand by, as in the last exchange."""
+    def _with_first_row(self, row: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rows of all ranks where rank 0 has pushed its row: the others stand by, as in the last exchange."""
         table = self._last.table.copy()
         table[0] = row
         table[1:, SECONDS] = 0.0

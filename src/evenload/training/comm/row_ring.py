@@ -1,8 +1,8 @@
-"""`ToldRows`: rows that the first rank of a host tells the others through memory, without waiting for them or waking them.
+"""`RowRing`: rows in shared memory, which the first rank of a host pushes without waiting for the others or waking them.
 
-A rank that computes alone tells the ranks that stand by what each step gave (step/straight.py). They take the rows one by one
+A rank that computes alone pushes what each step gave for the ranks that stand by (step/straight.py). They pop the rows one by one
 and in order, a quarter of a step late. Before each of its steps a rank that stands by does not know what comes next: a row, or an
-exchange of all ranks. `take` waits for either. The first rank begins an exchange after the rows that it has told, and x86 keeps
+exchange of all ranks. `pop` waits for either. The first rank begins an exchange after the rows that it has pushed, and x86 keeps
 the order of its stores, so who looks for an exchange first and then for a row never misses a row.
 """
 
@@ -18,20 +18,20 @@ from evenload.errors import PeerLostError
 from evenload.training.comm.shared_memory import LINE, LIVENESS_S, ChannelLayout, SharedChannel, SharedSegment
 
 _CAPACITY = 64
-"""Rows that may be told before the slowest rank takes one."""
+"""Rows that may be pushed before the slowest rank pops one."""
 _LATE = 0.25
-"""A row is taken late by this part of the time since the one before. Who lags behind makes the first rank wait in an exchange."""
+"""A row is popped late by this part of the time since the one before. Whoever lags makes the first rank wait in an exchange."""
 _LEAST_SLEEP_NS = 500_000
 
 
-class ToldRows:
-    """Rows in a ring, and for each member of a segment how many it has told or taken."""
+class RowRing:
+    """Rows in a ring, and for each member of a segment how many it has pushed or popped."""
 
     def __init__(
         self, segment: SharedSegment, index: int, exchange: SharedChannel, num_values: int, timeout_s: float
     ) -> None:
         """Args:
-        index: of the layout that `told_layout` returned.
+        index: of the layout that `ring_layout` returned.
         exchange: what a rank waits for besides.
         num_values: of a row.
         timeout_s: limit of each wait.
@@ -43,17 +43,17 @@ class ToldRows:
         shape = _CAPACITY, num_values
         self._rows: NDArray[np.float64] = np.ndarray(shape, np.float64, memory, offset + num_members * LINE)
         self._count = 0
-        """Rows that this rank has told or taken."""
+        """Rows that this rank has pushed or popped."""
         self._next_exchange = 0
         """As of the last row. Where all exchange between two rows (`run.any` in each step), the others are woken for a row."""
 
-    def tell(self, row: Sequence[float], *, wakes: bool) -> bool:
-        """Tell the others a row, on the first rank; False if one of them has too many to take. PeerLostError after an abort.
+    def push(self, row: Sequence[float], *, wakes: bool) -> bool:
+        """Push a row for the others, on the first rank; False if one of them has too many to pop. PeerLostError after an abort.
 
-        `wakes`: whether they take it at once, because the script does something together with them in each step.
+        `wakes`: whether they pop it at once, because the script does something together with them in each step.
         """
         segment, count = self._segment, self._count
-        segment.check_aborted()  # first, as `take` looks for rows first: so no rank is ahead of another after a loss
+        segment.check_aborted()  # first, as `pop` looks for rows first: so no rank is ahead of another after a loss
         if count - min(map(segment.words.__getitem__, self._counts[1:])) >= _CAPACITY:
             return False
         self._rows[count % _CAPACITY] = row
@@ -64,20 +64,20 @@ class ToldRows:
             segment.wake(word)
         return True
 
-    def take(self) -> NDArray[np.float64] | None:
-        """Wait for the first rank; return the row that it has told, or None if it has begun an exchange instead.
+    def pop(self) -> NDArray[np.float64] | None:
+        """Wait for the first rank; return the row that it has pushed, or None if it has begun an exchange instead.
 
         Raises:
             PeerLostError: it is gone, or the segment was aborted.
             TimeoutError: it is alive, but did neither in time.
         """
-        segment, words, told = self._segment, self._segment.words, self._counts[0]
+        segment, words, pushed = self._segment, self._segment.words, self._counts[0]
         word, begun = self._exchange.next_of_first()
         since_s = time.monotonic()
         deadline_s, look_s = since_s + self._timeout_s, since_s + LIVENESS_S
         while True:
             value = words[word]  # before the look for a row
-            if words[told] > self._count:
+            if words[pushed] > self._count:
                 row: NDArray[np.float64] = self._rows[self._count % _CAPACITY].copy()
                 self._count = words[self._counts[segment.index]] = self._count + 1
                 return row
@@ -87,8 +87,8 @@ class ToldRows:
             now_s = time.monotonic()
             if look := now_s >= look_s:
                 look_s = now_s + LIVENESS_S
-            # It may have told or written its last row before it went.
-            if (why := segment.why_gone(0, look=look)) and words[told] == self._count and words[word] < begun:
+            # It may have pushed or written its last row before it went.
+            if (why := segment.why_gone(0, look=look)) and words[pushed] == self._count and words[word] < begun:
                 raise PeerLostError(why)
             if now_s >= deadline_s:
                 raise TimeoutError(
@@ -101,6 +101,6 @@ class ToldRows:
         self._segment.abort(reason)
 
 
-def told_layout(num_members: int, num_values: int) -> ChannelLayout:
-    """Return the memory for told rows, as that of a channel."""
+def ring_layout(num_members: int, num_values: int) -> ChannelLayout:
+    """Return the memory for a ring, as that of a channel."""
     return ChannelLayout(num_members, -(-_CAPACITY * 8 * num_values // (2 * num_members)))

@@ -1,4 +1,4 @@
-"""Rows that rank 0 tells others without waiting: taken in order beside exchanges of all ranks, never missed, never hanging."""
+"""Rows that rank 0 pushes without waiting: popped in order beside exchanges of all ranks, never missed, never hanging."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def _row(number: int) -> list[float]:
 def _many_rows(num_rows: int) -> tuple[int, int]:
     """Return how many rows came without an exchange, and how often rank 0 had to exchange one that nobody had room for."""
     groups, control, rank = _control()
-    delays, num_told, num_full = random.Random(rank), 0, 0
+    delays, num_popped, num_full = random.Random(rank), 0, 0
     for number in range(num_rows):
         control.set_position(0, number)
         is_exchange = number % 97 == 50
         if rank == 0:
-            if not is_exchange and control.tell(Operation.BACKWARD, _row(number)):
+            if not is_exchange and control.push_row(Operation.BACKWARD, _row(number)):
                 continue
             num_full += not is_exchange
             table = control.exchange_table(Operation.BACKWARD, _row(number))
         else:
             if delays.random() < 0.02:
                 time.sleep(0.01)
-            told = control.take_told(Operation.BACKWARD, _row(-1))
-            if told is not None:
-                assert not is_exchange and told.tolist() == _row(number)
-                num_told += 1
+            row = control.pop_row(Operation.BACKWARD, _row(-1))
+            if row is not None:
+                assert not is_exchange and row.tolist() == _row(number)
+                num_popped += 1
                 continue
             table = control.exchange_table(Operation.BACKWARD, _row(-1))
         assert table[0].tolist() == _row(number)
     groups.close()
-    return num_told, num_full
+    return num_popped, num_full
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_each_row_is_taken_once_and_in_order(num_ranks: int) -> None:
+def test_each_row_is_popped_once_and_in_order(num_ranks: int) -> None:
     (_, num_full), *others = run_ranks(_many_rows, num_ranks, 3000)
     assert num_full > 0
-    for num_told, _ in others:
-        assert num_told > 1000
+    for num_popped, _ in others:
+        assert num_popped > 1000
 
 
 def _with_collectives(num_rows: int) -> float:
@@ -73,9 +73,9 @@ def _with_collectives(num_rows: int) -> float:
     for number in range(num_rows):
         if rank == 0:
             time.sleep(0.11)  # who waits for a row looks for it up to 27 ms later by itself
-            assert control.tell(Operation.BACKWARD, _row(number))
+            assert control.push_row(Operation.BACKWARD, _row(number))
         else:
-            assert control.take_told(Operation.BACKWARD, _row(-1)) is not None
+            assert control.pop_row(Operation.BACKWARD, _row(-1)) is not None
         began_s = time.perf_counter()
         dist.all_reduce(value)
         waited_s += time.perf_counter() - began_s
@@ -93,15 +93,15 @@ def test_a_collective_of_the_script_after_each_row_has_it_taken_at_once() -> Non
 def _lost(how: str) -> str:
     groups, control, rank = _control(timeout_s=2 if how == "late" else 20)
     if rank == 1:
-        assert (first := control.take_told(Operation.BACKWARD, _row(0))) is not None and first.tolist() == _row(7)
+        assert (first := control.pop_row(Operation.BACKWARD, _row(0))) is not None and first.tolist() == _row(7)
         began_s = time.monotonic()
         if how == "position":
             control.set_position(0, 5)
         with pytest.raises(DesyncError if how == "position" else PeerLostError) as caught:
-            control.take_told(Operation.BACKWARD, _row(0))
+            control.pop_row(Operation.BACKWARD, _row(0))
         assert time.monotonic() - began_s < (3.5 if how == "late" else 1.5)
         return str(caught.value)
-    assert control.tell(Operation.BACKWARD, _row(7))
+    assert control.push_row(Operation.BACKWARD, _row(7))
     time.sleep(0.3)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -112,10 +112,10 @@ def _lost(how: str) -> str:
     if how == "late":
         time.sleep(3)
     if how == "position":
-        assert control.tell(Operation.BACKWARD, _row(7))
+        assert control.push_row(Operation.BACKWARD, _row(7))
         time.sleep(0.2)
         with pytest.raises(PeerLostError, match="do different things"):
-            control.tell(Operation.BACKWARD, _row(8))
+            control.push_row(Operation.BACKWARD, _row(8))
     return ""
 
 
