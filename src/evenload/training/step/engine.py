@@ -291,8 +291,9 @@ class Engine:
                 failed.__context__ = None
                 return failed
             except PeerLostError as lost:
-                # Without the lost rank the step is computed again, and fails again if it must.
-                raise (lost if self._recovery is not None and self._recovery.knows_loss else error) from None
+                # Without the lost rank the step is computed again, and fails again if it must. Its news may come after its end.
+                is_lost = attempt.error is None and reason not in str(lost)
+                raise (lost if (recovery := self._recovery) and (is_lost or recovery.knows_loss) else error) from None
             raise
 
     def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:

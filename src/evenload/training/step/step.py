@@ -268,7 +268,8 @@ class StepLoop:
             if line is not None:
                 loss = line.backward(step.batch, step.stats, loss_fn)
             if loss is None:
-                self.leave_line()
+                if line is not None:
+                    self.leave_line()
                 kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
                 attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
                 attempt.failure = None if line is None else line.failure
@@ -306,7 +307,8 @@ class StepLoop:
         if line is not None and not is_usual and (not line.has_others or line.holds):
             self._end_straight(step, line)
             return
-        self.leave_line()
+        if line is not None:
+            self.leave_line()
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
