@@ -110,6 +110,11 @@ def test_the_format_in_use_takes_what_was_measured_and_the_others_follow() -> No
         assert found[5:] == options[5:]
         bounded = as_measured(options, "fp32", SIZE, link, 2, work, 100.0)[0]
         assert bounded.step_s == pytest.approx(2 * fp32.step_s - 0.5)
+        # A link that is three times as fast as measured: the sums of all formats are.
+        faster_s = 0.5 + (fp32.step_s - 0.5) / 3
+        found = as_measured(options, "fp32", SIZE, link, 2, work, faster_s)
+        assert found[0].step_s == pytest.approx(faster_s)
+        assert found[1].step_s < bf16.step_s
 
 
 def test_a_large_first_parameter_travels_alone_after_the_backward() -> None:

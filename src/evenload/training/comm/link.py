@@ -24,6 +24,8 @@ _TARGET_LATENCIES = 4
 """A measurement takes at least so long, and so many latencies: the first bytes fit into buffers on the way, and TCP begins slowly
 after each pause, also in training."""
 _MAX_ROUNDS = 6
+_NUM_SUMS = 3
+"""Of the last size: what is lost on the way when TCP sends too fast makes one take several times as long."""
 _NUM_BESIDE, _BESIDE_S = 5, 0.06
 """Sums beside a computation, and how long one of them takes alone, or twice the latency."""
 
@@ -80,7 +82,7 @@ class LinkMeter:
                 torch.cuda.synchronize(device)
             return self._agree(time.perf_counter() - began_s, group, device)
 
-        def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float) -> float:
+        def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float, num_times: int = 1) -> float:
             num_bytes, seconds = _FIRST_BYTES, timed(send, _FIRST_BYTES)
             target_s = max(_TARGET_S, _TARGET_LATENCIES * latency_s)
             for _ in range(_MAX_ROUNDS):
@@ -90,13 +92,14 @@ class LinkMeter:
                 factor = min(8.0, max(2.0, target_s / seconds))
                 num_bytes = int(min(_LARGEST_BYTES, num_bytes * factor)) // 4 * 4
                 seconds = timed(send, num_bytes)
+            seconds = statistics.median([seconds, *(timed(send, num_bytes) for _ in range(num_times - 1))])
             return sent_part * num_bytes / max(seconds - waits_s, 0.1 * seconds)
 
         def sum_up(tensor: torch.Tensor) -> None:
             self._groups.wait(dist.all_reduce(tensor, group=group, async_op=True), device)
 
         latency_s = statistics.median(timed(sum_up, _SMALL_BYTES) for _ in range(_NUM_SMALL))
-        both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
+        both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s, _NUM_SUMS)
         up = rate(lambda tensor: self._broadcast(tensor, group), 1.0, latency_s / 2)
         down = rate(lambda tensor: self._broadcast(tensor, group, num_ranks - 1), 1.0, latency_s / 2)
         lost_s = 0.0

@@ -57,3 +57,9 @@ def in_chunks(values: torch.Tensor) -> torch.Tensor:
     """Return values as rows of `CHUNK`, the last filled with zeros."""
     missing = -len(values) % CHUNK
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, CHUNK)
+
+
+def scales_and_values(encoded: torch.Tensor, num_values: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of encoded bytes: a float32 scale for each chunk, and behind them the values, of shape ``(num_values,)``."""
+    num_bytes = 4 * -(-num_values // CHUNK)
+    return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:].view(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evenload.training.parallel.wire.codec import CHUNK, in_chunks
+from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks, scales_and_values
 
 
 class Float16:
@@ -18,18 +18,18 @@ class Float16:
         return 2 * num_values + 4 * -(-num_values // CHUNK)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        chunks = in_chunks(values)
-        largest = chunks.abs().amax(1)
-        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
-        # The exponent of what is not finite is undefined.
-        scales = torch.where(largest.isfinite(), scales, largest)
-        num_scales = 4 * len(scales)
-        out[:num_scales].view(torch.float32).copy_(scales)
-        scaled = chunks / out[:num_scales].view(torch.float32).to(values.dtype).unsqueeze(1)
-        out[num_scales:].view(torch.float16).copy_(scaled.view(-1)[: len(values)])
+        scales, coded = scales_and_values(out, len(values), torch.float16)
+        for here, rows in blocks(values):
+            chunks = in_chunks(values[here])
+            largest = chunks.abs().amax(1)
+            powers = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
+            # The exponent of what is not finite is undefined.
+            scales[rows] = torch.where(largest.isfinite(), powers, largest)
+            scaled = chunks / scales[rows].to(values.dtype).unsqueeze(1)
+            coded[here] = scaled.view(-1)[: here.stop - here.start]
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        num_scales = 4 * -(-len(out) // CHUNK)
-        scales = encoded[:num_scales].view(torch.float32).to(out.dtype)
-        out.copy_(encoded[num_scales:].view(torch.float16))
-        out.mul_(scales.repeat_interleave(CHUNK)[: len(out)])
+        scales, coded = scales_and_values(encoded, len(out), torch.float16)
+        for here, rows in blocks(out):
+            out[here] = coded[here]
+            out[here].mul_(scales[rows].to(out.dtype).repeat_interleave(CHUNK)[: here.stop - here.start])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks
+from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks, scales_and_values
 
 _LEVELS = 127
 _LEAST_SCALE = 1e-37
@@ -22,7 +22,7 @@ class Int8:
         return num_values + 4 * -(-num_values // CHUNK)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        scales, coded = _parts(out, len(values))
+        scales, coded = scales_and_values(out, len(values), torch.int8)
         for here, rows in blocks(values):
             chunks = in_chunks(values[here])
             scales[rows] = chunks.abs().amax(1).div_(_LEVELS)
@@ -33,12 +33,7 @@ class Int8:
             coded[here] = rounded.view(-1)[: here.stop - here.start]
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, coded = _parts(encoded, len(out))
+        scales, coded = scales_and_values(encoded, len(out), torch.int8)
         for here, rows in blocks(out):
             out[here] = coded[here]
             out[here].mul_(scales[rows].to(out.dtype).repeat_interleave(CHUNK)[: here.stop - here.start])
-
-
-def _parts(encoded: torch.Tensor, num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    num_scales = 4 * -(-num_values // CHUNK)
-    return encoded[:num_scales].view(torch.float32), encoded[num_scales:].view(torch.int8)
