@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.records.folder_lock import LOCK_FILE, lock_folder
-from evenload.records.reader import read_events, read_steps
+from evenload.records.reader import read_events
 from tests.ranks.elastic.supervised import Supervised
 from tests.system.launch.scripts import Started, assert_gone
 from tests.warm import Command
@@ -106,8 +106,6 @@ def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
         (tmp_path / "finish").touch()
         code, stdout, stderr = started.end(40)
     assert code == 0 and "resuming at step" in stdout, stdout + stderr
-    steps = [record.step for record in read_steps(tmp_path / "run")]
-    assert steps == [*range(len(steps))]
 
 
 OTHER_USER = """
