@@ -16,6 +16,7 @@ A killed rank is noticed within 1 s, and training goes on within 3 s after it (o
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -39,6 +40,7 @@ from benchmarks import disturbed_job
 from benchmarks.report import rows
 from evenload.errors import ConfigError
 from evenload.records.reader import read_events, read_steps
+from evenload.records.values import RunEvent
 from evenload.testing.faults import Fault, read_happened
 from evenload.testing.ledger import check_ledger, relative_difference
 from evenload.training.launch.run_control import change_devices_of, members_of
@@ -120,7 +122,7 @@ class DisturbedRun:
     rounding: float = 0.0
     """Difference that rounding alone may make, where a micro-batch has two samples."""
     noticed_s: list[float] = field(default_factory=list)
-    """From each SIGKILL of a rank to the supervisor's notice; without those that end the session."""
+    """From each SIGKILL of a rank to the supervisor's notice; without those after which all ranks ended or started again."""
     again_s: list[float] = field(default_factory=list)
     """From that notice to the next step."""
     seconds: float = 0.0
@@ -225,16 +227,29 @@ def _check(folder: Path, outcome: DisturbedRun) -> None:
         outcome.rounding = relative_difference(disturbed_job.undisturbed(sizes, noise=1e-15), expected)
     if not outcome.difference <= max(1e-9, 100 * outcome.rounding):
         outcome.problems.append(f"the weights differ by {outcome.difference:.1e}")
-    lost_s = [float(event.fields["time_s"]) for event in read_events(folder / "run") if event.kind == "lost"]
     trained_s = sorted(record.time for record in read_steps(folder / "run"))
-    for row in outcome.happened.values():
-        if row["kind"] == "kill" and row["point"] not in ("loader",):
-            end_s = next(end_s for end_s in outcome.ends_s if end_s >= row["time_s"])
-            noticed_s = min((one for one in lost_s if row["time_s"] - 0.01 <= one <= end_s), default=None)
-            again_s = min((one for one in trained_s if noticed_s and one > noticed_s), default=None)
-            if noticed_s is not None and again_s is not None:
-                outcome.noticed_s.append(noticed_s - row["time_s"])
-                outcome.again_s.append(again_s - noticed_s)
+    kills = [row for row in outcome.happened.values() if row["kind"] == "kill" and row["point"] != "loader"]
+    for kill_s, noticed_s in notices(kills, read_events(folder / "run"), outcome.ends_s):
+        if (again_s := next((one for one in trained_s if one > noticed_s), None)) is not None:
+            outcome.noticed_s.append(noticed_s - kill_s)
+            outcome.again_s.append(again_s - noticed_s)
+
+
+def notices(
+    kills: Sequence[Mapping[str, Any]], events: Sequence[RunEvent], ends_s: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Return the time of each kill and that of its notice, without kills after which all ranks ended or started again.
+
+    `ends_s`: when each command ended. After a start of all, other processes have the same names of workers.
+    """
+    bounds_s = sorted((*ends_s, *(event.time for event in events if event.kind == "restarted"), math.inf))
+    found = []
+    for row in kills:
+        end_s = next(one for one in bounds_s if one >= row["time_s"])
+        of_worker = (e.fields["time_s"] for e in events if e.kind == "lost" and e.fields["worker"] == row["worker"])
+        if (noticed_s := min((s for s in of_worker if row["time_s"] - 0.01 <= s <= end_s), default=None)) is not None:
+            found.append((row["time_s"], noticed_s))
+    return found
 
 
 def measure(quick: bool, only: str = "") -> dict[str, Any]:

@@ -82,7 +82,10 @@ def check_folder(value: Any) -> str:
         raise ValueError(
             "expected a folder of this machine, or a mounted one; copy the run folder to a remote store afterwards"
         )
-    return str(Path(value).expanduser())
+    folder = str(Path(value).expanduser())
+    if folder.encode(errors="replace").decode() != folder:
+        raise ValueError("expected a folder whose name is text in UTF-8, as the records name it; rename it")
+    return folder
 
 
 def check_balance(value: Any) -> Any:

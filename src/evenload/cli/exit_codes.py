@@ -28,6 +28,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {
         "1": "a problem would stop a run",
         "2": "a problem would slow it down, or an option is wrong",
     },
+    "show": {**_USUAL, "1": "with --live: the run's processes are gone, and have not ended it"},
     "submit": {
         **_USUAL,
         "130": "Ctrl-C while --wait waited; the job stays",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,18 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
     open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a name of a file, or a rank, may hold what the encoding lacks
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:
         print(f"evenload: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except UnicodeEncodeError as error:
+        found = error.object[max(0, error.start - 40) : error.end + 20]
+        print(f"evenload: error: a name is no text in UTF-8: {found!a}; rename it", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, *FULL_DISK_ERRORS):

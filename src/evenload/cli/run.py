@@ -24,6 +24,7 @@ from evenload.cli.settings import (
     takes_settings,
 )
 from evenload.config import Config
+from evenload.records.folder_lock import check_free
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.rendezvous.settings import RendezvousConfig
 
@@ -147,6 +148,8 @@ def _launch(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
     )
     workers = plan(request)
+    if "project_dir" in settings and rendezvous is None and not settings.get("dry_run"):
+        check_free(Path(settings["project_dir"]))
     if rendezvous is None:  # otherwise printed after the rendezvous
         for line in describe_workers(workers):
             print(f"evenload: {line}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +41,9 @@ def show(
         str | None,
         typer.Option(metavar="A:B", help="Steps of --trace: from A up to, and without, B; by default the last 100."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Follow the run until it ends, its processes are gone, or Ctrl-C.")
+    ] = False,
     to: Annotated[
         str | None, typer.Option(metavar="LOGGER", help="Send the missing steps to a logger (wandb, mlflow, ...).")
     ] = None,
@@ -227,16 +230,19 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
 
 
 def _follow(folder: Path) -> None:
-    """Show the newest session from its start, then follow it."""
+    """Show the newest session from its start, then follow it until it ends, or its processes are gone."""
     from evenload.records.reader import read_events
     from evenload.views.run.progress import RunProgress
+    from evenload.views.run.summary import GONE_S, describe_lost_end
 
     opened_s = max((event.time for event in read_events(folder) if event.kind == "open"), default=-float("inf"))
-    with RunProgress(folder, sys.stdout, since_s=opened_s) as progress:
-        try:
+    lost_end = ""
+    with RunProgress(folder, sys.stdout, since_s=opened_s) as progress, contextlib.suppress(KeyboardInterrupt):
+        progress.poll()
+        while not progress.ended and not lost_end:
+            time.sleep(POLL_S)
             progress.poll()
-            while not progress.ended:
-                time.sleep(POLL_S)
-                progress.poll()
-        except KeyboardInterrupt:
-            pass
+            lost_end = describe_lost_end(folder) if time.time() - progress.newest_s > GONE_S else ""
+    if lost_end:
+        print(f"evenload: {lost_end}")
+        raise typer.Exit(1)

@@ -40,11 +40,8 @@ def drop_what_is_not_taken() -> None:
     """Let this process's own output be `dropping`, unless it goes to a terminal or was replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:
-            if stream.errors == "strict":  # a rank may print what the encoding lacks
-                stream.reconfigure(errors="backslashreplace")
-            if not stream.isatty():
-                setattr(sys, name, dropping(stream))
+        if type(stream) is io.TextIOWrapper and not stream.isatty():
+            setattr(sys, name, dropping(stream))
 
 
 def open_standard_streams() -> None:

@@ -70,7 +70,7 @@ class Recorder:
             with contextlib.ExitStack() as opened:  # on failure nothing stays open
                 # A rank takes over from a process that may hang, with the lock.
                 with contextlib.suppress(ConfigError) if takes_over else contextlib.nullcontext():
-                    opened.enter_context(lock_folder(folder))
+                    opened.enter_context(lock_folder(folder, waits=takes_over))
                 self._events = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.EVENTS_FILE)))
                 self._steps = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.STEPS_FILE)))
                 self._logger_threads = start_logger_threads(

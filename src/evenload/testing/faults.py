@@ -145,10 +145,8 @@ class FaultInjector:
         """Note that a fault happens now; return False if it has happened in another process."""
         if self._folder is None:
             return True
-        world_size, now_s = self._run.world_size, time.time()
-        text = json.dumps(
-            {**asdict(fault), "at_step": step, "world_size": world_size, "time_s": now_s, "pid": os.getpid()}
-        )
+        here = {"at_step": step, "world_size": self._run.world_size, "time_s": time.time(), "pid": os.getpid()}
+        text = json.dumps({**asdict(fault), **here, "worker": self._run._context.spec.worker})
         own = self._folder / f".{index}-{os.getpid()}"
         own.write_text(text)
         try:
@@ -240,7 +238,7 @@ def _happen(fault: Fault) -> None:
 
 
 def read_happened(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return by index the faults that have happened: their fields, ``at_step``, ``world_size``, ``time_s`` and ``pid``."""
+    """Return by index the faults that have happened: fields, ``at_step``, ``world_size``, ``time_s``, ``pid`` and ``worker``."""
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")}
 
 

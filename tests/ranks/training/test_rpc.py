@@ -11,9 +11,10 @@ import torch
 from torch.distributed import rpc
 
 import evenload
-from evenload.errors import LaunchError, RankFailedError
+from evenload.errors import LaunchError, PeerLostError, RankFailedError
 from evenload.testing import run_ranks
 from evenload.training.launch.failure import is_consequence
+from evenload.training.parallel.asynchronous.worker import PartWorker
 
 
 def _start(run: Any, **other: int) -> None:
@@ -86,3 +87,21 @@ def _alone(folder: str) -> float:
 
 def test_one_rank_can_call_itself(tmp_path: Path) -> None:
     assert run_ranks(_alone, 1, str(tmp_path)) == [2.0]
+
+
+def _ask_for_a_part(folder: str) -> str:
+    """Ask a server of strategy async whose run has ended already."""
+    run = evenload.init(project_dir=folder)
+    _start(run)
+    found = ""
+    if run.rank == 1:
+        try:
+            PartWorker(1, 20.0).take(reads_ahead=False)
+        except PeerLostError as error:
+            found = str(error)
+    run.close()
+    return found
+
+
+def test_a_server_that_has_ended_is_an_error_to_the_worker_that_asks(tmp_path: Path) -> None:
+    assert run_ranks(_ask_for_a_part, 2, str(tmp_path)) == ["", "the server's run has ended"]

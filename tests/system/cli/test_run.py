@@ -1,5 +1,6 @@
 """`evenload run` as a user types it: what is refused, what is passed on."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from evenload.cli.main import COMMANDS, main
 from tests.system.launch.scripts import run
+from tests.unit.views.make_run import write_run
 
 
 @pytest.fixture
@@ -42,6 +44,7 @@ def _refused(capfd, *arguments):
         (["--batch-max", "64", "--batch-lr", "linear", "train.py"], "--batch-lr linear: expected one of auto"),
         (["--strategy", "magic", "train.py"], "--strategy magic"),
         (["--seed", "-1", "train.py"], "--seed -1"),
+        (["--project-dir", "caf\udce9", "train.py"], "expected a folder whose name is text in UTF-8"),
         (["-d", "cpu:2", "--throttle", "1", "train.py"], "1 speeds for 2 ranks"),
         (["-d", "cpu", "--throttle", "2", "train.py"], "more than 0 and at most 1"),
         (
@@ -114,3 +117,27 @@ def test_help_loads_neither_torch_nor_numpy(arguments):
     assert done.returncode == 0 and "HEAVY []" in done.stdout, done.stderr
     if arguments in ([], ["--help"]):
         assert all(f"\n  {name}" in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["None", "os.fsdecode(b'caf\\xe9')"])
+def test_a_run_folder_whose_name_is_no_text_is_refused(tmp_path, name):
+    folder = tmp_path / (os.fsdecode(b"caf\xe9") if name == "None" else "text")
+    folder.mkdir()
+    script = f"import os, evenload\nevenload.init(project_dir={name})\nprint('it ran')"
+    code, stdout, stderr = run(folder, script, "-d", "cpu:2", initialised=False)
+    assert code and "it ran" not in stdout and "expected a folder whose name is text in UTF-8" in stderr, (
+        stdout + stderr
+    )
+    assert "UnicodeEncodeError" not in stderr and not list(folder.glob("runs/*")), stderr
+
+
+def test_show_takes_a_run_folder_whose_name_is_no_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    write_run(folder, 5, faults=())
+    command = [sys.executable, "-m", "evenload.cli.main", "show", str(folder)]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert shown.returncode == 0 and "caf\\udce9" in shown.stdout, shown.stdout + shown.stderr
+    page = subprocess.run([*command, "--html"], capture_output=True, text=True, timeout=60)
+    assert page.returncode == 2 and "a name is no text in UTF-8" in page.stderr and "Traceback" not in page.stderr

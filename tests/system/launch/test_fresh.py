@@ -51,3 +51,19 @@ def test_one_of_two_fresh_starts_gets_the_folder(tmp_path):
     assert "is in use by process" in loser or "is in use by another process" in loser, loser
     assert len(list(tmp_path.glob("run.*-*"))) == 1, "only the winner moves anything aside"
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 3
+
+
+def test_a_link_stays_and_what_it_points_to_is_moved(tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "first").mkdir(parents=True)
+    (tmp_path / "run").symlink_to("disk/first")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for name in ("a", "b"):
+        with start(tmp_path, name, name) as process:
+            printed = process.communicate(60)
+        assert process.returncode == 0, printed
+    assert (tmp_path / "run").readlink().as_posix() == "disk/first"
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 3
+    [aside] = disk.glob("first.*-*")
+    assert (aside / "events.jsonl").is_file() and f"moved the contents of run to {aside}" in printed[0]
+    assert not list(tmp_path.glob("run.*")) and not list(disk.glob(".*"))

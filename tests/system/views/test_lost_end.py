@@ -60,3 +60,13 @@ def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
         holder.communicate("\n", timeout=20)
     Recorder(tmp_path).close()
     assert shown() == (False, False)
+
+
+def test_live_ends_where_the_processes_are_gone(tmp_path: Path) -> None:
+    write_run(tmp_path, 5, faults=(), closed=False)
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / LOCK_FILE).write_text(f"process 1 on {socket.gethostname()} since 2026-11-01 00:00:00")
+    command = [sys.executable, "-m", "evenload.cli.main", "show", "--live", str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    assert shown.returncode == 1, shown.stderr
+    assert "its processes are gone" in shown.stdout and "it resumes at step 4" in shown.stdout.splitlines()[-1]

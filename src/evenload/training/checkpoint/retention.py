@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from evenload.job.output import FULL_DISK_ERRORS
 from evenload.records import checkpoints
 from evenload.records.checkpoints import BestCheckpoint
 from evenload.records.integrity import INFO_FILE, read_info, write_info
+from evenload.records.reader import logged_in
+
+_RECENT = 1000
 
 
 class Retention:
@@ -24,6 +28,8 @@ class Retention:
         self.best: tuple[str, str] | None = None
         """Name and mode of the metric."""
         self._logged: dict[str, tuple[Any, int]] = {}
+        self._recent: deque[tuple[Any, int]] = deque(maxlen=_RECENT)
+        """The last values of the metric of ``best``, which may lie on a device."""
         self._judged: tuple[int, float] | None = None
         self._writing_step: int | None = None
         self._unnoted: float | None = None
@@ -31,6 +37,7 @@ class Retention:
         self._trouble = ""
         """The error of the newest note or removal; a later one tries again."""
         self._is_reported = False
+        self._has_noted = False
         self._lock = threading.Lock()
         """For the files: a thread writes them too."""
 
@@ -42,6 +49,8 @@ class Retention:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Note metrics of the weights after `step` steps."""
         self._logged.update({str(name): (value, step) for name, value in metrics.items()})
+        if self.best is not None and self.best[0] in metrics:
+            self._recent.append(self._logged[self.best[0]])
 
     @property
     def misses_metric(self) -> bool:
@@ -51,11 +60,16 @@ class Retention:
         best = checkpoints.read_best(self._run)
         return best is None or best.metric != self.best[0]
 
-    def begin(self, step: int) -> None:
-        """Note that the checkpoint of `step` is being written, in any thread; a metric logged until `end` belongs to it."""
+    def begin(self, step: int) -> dict[str, Any]:
+        """Note that the checkpoint of `step` is being written, in any thread; a metric logged until `end` belongs to it.
+
+        Return the metric that it has now, for its `info.json`.
+        """
         self._writing_step, self._unnoted = step, self._value(step)
-        if self._unnoted is not None:
-            self._judged = (step, self._unnoted)
+        if self.best is None or self._unnoted is None:
+            return {}
+        self._judged = (step, self._unnoted)
+        return {"metric": self.best[0], "value": self._unnoted}
 
     def needs_write(self, step: int) -> bool:
         """Return, once for each value, whether the weights after `step` steps are the best so far and not on disk.
@@ -63,6 +77,7 @@ class Retention:
         If they are on disk, note the metric there; if they are being written, note it at the `end`. The metric may be of
         earlier weights, on disk, if the rank 0 was lost that would have noted it.
         """
+        self._note_newest()
         at = self._logged.get(self.best[0], (None, step))[1] if self.best is not None else step
         value = self._value(at)
         if value is None or self._judged == (at, value):
@@ -76,6 +91,28 @@ class Retention:
                 return at == step and self._beats(value)
             self._note_and_prune(at, value)
         return False
+
+    def lost_best(self, now: int) -> str:
+        """Return which best weights, of before step `now`, went with a rank 0 that was killed while it wrote them; else empty."""
+        values = [(value, step) for logged, step in self._recent if math.isfinite(value := float(logged))]
+        if self.best is None or not values:
+            return ""
+        value, step = (min if self.best[1] == "min" else max)(values, key=lambda found: found[0])
+        if step >= now or checkpoints.step_folder(self._run, step).is_dir() or not self._beats(value):
+            return ""
+        what = f"the best weights so far, of step {step} ({self.best[0]} {value:g})"
+        return f"rank 0 was lost while it wrote {what}: training has gone on, so the best of those on the disk counts"
+
+    def _note_newest(self) -> None:
+        """Note, once, the metric of the newest checkpoint if the process that wrote it was killed before it had."""
+        if self._has_noted or self.best is None or not (found := checkpoints.checkpoint_folders(self._run)):
+            return
+        self._has_noted, info, step = True, read_info(found[-1]), checkpoints.step_of(found[-1])
+        name = self.best[0]
+        value = info["value"] if info.get("metric") == name else logged_in(self._run, step - 1).get(name, math.nan)
+        if math.isfinite(value) and self._writing_step != step:
+            with self._lock:
+                self._note_and_prune(step, value)
 
     def settle(self, step: int) -> None:
         """Note the metric of the checkpoint of `step`, which is complete, and remove those that are not kept."""

@@ -68,7 +68,7 @@ class CheckpointWriter:
             self._has_begun = True
         packed = files.pack(step, state)
         files.check_room(self._run, packed.num_bytes)
-        self._retention.begin(step)
+        info = {**info, **self._retention.begin(step)}
         if waits:
             self._write(step, packed, info, began_s, None)
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel
 
-_Prepare = Callable[[MembershipChange], None]
+_Prepare = Callable[[MembershipChange, "MembershipChanges"], None]
 _POLL_S = 0.1
 """Longest wait without a look at signals, which only the main thread handles."""
 
@@ -77,7 +77,7 @@ class MembershipChanges:
 
     def _get_ready(self, change: MembershipChange) -> None:
         try:
-            self._prepare(change)
+            self._prepare(change, self)
         finally:
             with self._arrived:
                 self.ready_number = max(self.ready_number, change.number)

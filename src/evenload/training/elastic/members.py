@@ -206,6 +206,8 @@ class Members(StepListener):
                 return self._switch(change)
             except (PeerLostError, LaunchError) as failed:
                 error = _as_lost(failed)
+                if error.takes_all:
+                    raise error from None
 
     # -- one change -----------------------------------------------------------------------------------------------------
 
@@ -247,10 +249,10 @@ class Members(StepListener):
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
         if not whole:
-            raise LaunchError(
-                "the only rank that had computed the last step is lost, and the others had missed it: their weights are a step "
-                "old, and their schedulers are not. Start again to continue at the newest checkpoint"
-            )
+            context.loop.unsound = "they are of an earlier step"
+            error = PeerLostError("the only rank that had computed the last step is lost, and the others had missed it")
+            error.takes_all = True
+            raise error
         late = [r for r, o in enumerate(standings) if o.joins or o.is_behind or o.num_backwards < max(whole)]
         source = next(r for r in range(len(standings)) if r not in late)
         is_inside = any(one.is_inside for r, one in enumerate(standings) if r not in late)
@@ -275,9 +277,9 @@ class Members(StepListener):
             self._transfer_state()
         return num_collectives
 
-    def _prepare(self, change: MembershipChange) -> None:
+    def _prepare(self, change: MembershipChange, changes: MembershipChanges) -> None:
         if self._worker in change.workers:
-            groups, changes = self._context.groups, self._changes
+            groups = self._context.groups
             if change.joined:
                 self._transfer.prepare()
             rank = change.workers.index(self._worker)
@@ -340,6 +342,12 @@ class Members(StepListener):
             context.take_records()
             if before.workers[0] in [lost.worker for lost in change.lost]:
                 self._report_lost_checkpoint()
+                if (
+                    context.loop.step is None or not context.loop.step.stats.calls
+                ):  # the weights are those of the last step
+                    self._schedule.save_best()
+                if text := self._schedule.retention.lost_best(step):
+                    recorder.event("checkpoint_failed", text, step=step)
         for lost in change.lost:
             recorder.event("lost", lost.reason, step=step, worker=lost.worker, time_s=lost.time_s)
         if context.wire is not None and (change.lost or change.left):

@@ -9,11 +9,14 @@ import torch
 
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.registry import OWN_STATE
+from evenload.training.checkpoint.retention import Retention
 from evenload.training.step.context import TrainingContext
 
 
 class CheckpointSchedule(Protocol):
     """When the last checkpoint was written, by which all ranks know when the next is due."""
+
+    retention: Retention
 
     def last_save(self) -> tuple[float, int]: ...
 
@@ -21,6 +24,9 @@ class CheckpointSchedule(Protocol):
 
     def collect(self, *, waits: bool = False) -> None:
         """Wait for the checkpoint that is being written."""
+
+    def save_best(self) -> None:
+        """Write the best checkpoint if a better metric was logged for these weights."""
 
 
 class StateTransfer:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.atomic_file import write_atomically
-from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, resolve
+from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, check_setting, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
 from evenload.job.output import open_standard_streams
@@ -125,7 +125,7 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
         islands = find_islands(config.islands, config.sources.get("islands", ""), node, spec.rank, control)
     step_groups = IslandGroups(groups, islands, **options) if islands is not None and len(islands) > 1 else groups
     randomness.seed_all(device, config.seed)
-    folder = Path(config.project_dir).absolute()
+    folder = Path(check_setting("project_dir", Path(config.project_dir).absolute(), f"run folder {config.project_dir}"))
     writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
     if config.fresh and _fresh_is_done(folder):
         config = replace(config, fresh=False)
@@ -133,7 +133,7 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
     check_loggers(config.loggers, config.logger_options)
     if config.fresh and writes and (folder / LOCK_FILE).exists():
         lock_folder(folder).close()  # before anything of another run is moved
-    if config.fresh and Path.cwd().is_relative_to(folder):
+    if config.fresh and Path.cwd().is_relative_to(folder.resolve()):
         raise ConfigError(
             f"--fresh would move {folder} aside, which holds the folder of this script; set a project_dir of its own, such as "
             "runs/name"
@@ -376,6 +376,7 @@ _locks: list[IO[str]] = []
 
 def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
     """Move a folder away, but leave the files that the script wrote since its contents were `old`; return the new one's lock."""
+    name, folder = folder.name, folder.resolve()  # of a link the target is moved, and the link stays
     aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     index = 1
     while aside.exists():
@@ -391,10 +392,10 @@ def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
         raise ConfigError(
             f"the run folder {folder} is in use by another process, which begins it anew ({error})"
         ) from error
-    for name, changed_ns in _contents(aside).items():
-        is_new = name not in old or (changed_ns != old[name] and not (aside / name).is_dir())
-        if is_new and name != LOCK_FILE:
-            (aside / name).rename(folder / name)
+    for entry, changed_ns in _contents(aside).items():
+        is_new = entry not in old or (changed_ns != old[entry] and not (aside / entry).is_dir())
+        if is_new and entry != LOCK_FILE:
+            (aside / entry).rename(folder / entry)
     _note_fresh(folder)
-    print_lines([f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}"])
+    print_lines([f"evenload: --fresh: moved the contents of {name} to {aside.name if name == folder.name else aside}"])
     return lock

@@ -49,8 +49,8 @@ class Saver:
         self._skips_rest = self._data_changed = self.resumed = False
         self.decisions: list[str] = []
         """Messages of the resume, for a dry run."""
-        self._retention = Retention(context.folder)
-        self._writer = CheckpointWriter(context.folder, self._retention)
+        self.retention = Retention(context.folder)
+        self._writer = CheckpointWriter(context.folder, self.retention)
         self._failed: CheckpointError | None = None
         """Error of the last write, unless a later one succeeded."""
         self._raised_step = -1
@@ -191,7 +191,7 @@ class Saver:
         if context.loop.in_backward:
             raise StepError("run.checkpoint was called inside loss_fn; call it at the end of the loop body")
         interval = None if every is None else parse_every(every)
-        self._retention.set_options(check_keep(keep), None if best is None else check_best(best))
+        self.retention.set_options(check_keep(keep), None if best is None else check_best(best))
         if best is not None:
             context.loop.leave_line()
         if values is not None:
@@ -218,7 +218,7 @@ class Saver:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of these weights; a better one of ``best`` is acted on by `save_best`."""
-        self._retention.log(metrics, self._step_after_body())
+        self.retention.log(metrics, self._step_after_body())
 
     def collect(self, *, waits: bool = False) -> None:
         """Report the checkpoint that was written beside the training, if it is complete or failed."""
@@ -227,7 +227,7 @@ class Saver:
             self._record(written)
         elif written is not None and written.error is not None:
             self._report_failed(written.step, written.error)
-        if text := self._retention.take_trouble():
+        if text := self.retention.take_trouble():
             self._context.recorder.event("checkpoint_untidy", text)
 
     def _report_failed(self, step: int, error: CheckpointError) -> bool:
@@ -235,19 +235,19 @@ class Saver:
         text = f"CHECKPOINT FAILED: {error}; training goes on, and the next one {then}"
         text, self._failed = "" if self._failed else text, error  # one line for a disk that stays full
         self._context.recorder.event("checkpoint_failed", text, step=step, error=str(error))
-        self._retention.end(complete=False)  # a best one is tried again
+        self.retention.end(complete=False)  # a best one is tried again
         return False
 
     @property
     def rests(self) -> bool:
-        return self._retention.best is None and not self._writer.is_writing
+        return self.retention.best is None and not self._writer.is_writing
 
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
-        if self._retention.best is None or self._is_split:
+        if self.retention.best is None or self._is_split:
             return
         step = self._context.loop.steps_done
-        if self._saves and self._retention.needs_write(step):
+        if self._saves and self.retention.needs_write(step):
             with self._context.clock.segment("other"):
                 self._store(step, "the best so far", waits=False, is_due=True)
 
@@ -274,7 +274,7 @@ class Saver:
                 if self._raised_step != loop.steps_done:
                     raise
                 self._report_not_saved(f": {error}")  # the script received this error, and caught it
-            if self._retention.misses_metric and (best := self._retention.best) is not None:
+            if self.retention.misses_metric and (best := self.retention.best) is not None:
                 self._context.recorder.event("best", f"no best checkpoint was kept: run.log never received {best[0]!r}")
             return
         why = "an optimizer had not finished its step" if self.in_optimizer else loop.unsound

@@ -19,7 +19,7 @@ from evenload.views.run.accounts import COMPUTING, MEANINGS, RunAccounts, accoun
 from evenload.views.run.history import RunHistory
 from evenload.views.run.incidents import GROUPS, QUIET, Incident
 from evenload.views.run.page_plots import COLOURS_OF, draw_plots
-from evenload.views.run.summary import describe_lost_end
+from evenload.views.run.summary import GONE_S, describe_lost_end
 from evenload.views.run.summary_text import format_bytes
 
 MAX_BYTES = 1_000_000
@@ -28,8 +28,6 @@ _LIMITS = (600, 300, 150, 60, 20)
 _MAX_TEXT = 700
 _QUIET_S = 30.0
 """Without a record for so long, and for 20 usual steps, the page says so."""
-_GONE_S = 10.0
-"""Time for a launcher to start the processes again."""
 _SECRET = re.compile(r"(?im)^(\s*[\w.\"-]*(?:key|token|secret|passw)[\w\"-]*\s*=\s*).+$")
 
 
@@ -99,7 +97,7 @@ def _state(folder: Path, history: RunHistory, now_s: float) -> str:
         return '<span class="chip end">no records yet</span>'
     if not history.is_open:
         return '<span class="chip end">ended</span>'
-    if silent_s > _GONE_S and (text := describe_lost_end(folder)):
+    if silent_s > GONE_S and (text := describe_lost_end(folder)):
         return f'<span class="chip bad">{escape(text)}</span>'
     if silent_s > max(_QUIET_S, 20 * (history.usual_step_s or 0.0)):
         minutes = f"{silent_s // 60:.0f} min" if silent_s < 7200 else f"{silent_s // 3600:.0f} h"

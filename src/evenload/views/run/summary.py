@@ -18,6 +18,9 @@ from evenload.records.values import SEGMENTS, RunEvent, StepRecord
 from evenload.stored_names import RUN_SUMMARY_JSON
 from evenload.training.launch.run_control import members_of
 
+GONE_S = 10.0
+"""Time without a record in which a launcher may start the processes again."""
+
 
 @dataclass(frozen=True)
 class SharesSpan:

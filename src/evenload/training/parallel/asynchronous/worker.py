@@ -98,11 +98,18 @@ def _wait(
             pinging, asked_s = None, time.monotonic()
         elif ping is not None and pinging is None and time.monotonic() - asked_s > _PING_EVERY_S:
             pinging = ping()
-    return _value(future)
+    try:
+        return _value(future)
+    except PeerLostError:
+        on_wait()  # the server may have stopped on a request to all
+        raise
 
 
 def _value(future: torch.futures.Future[Value]) -> Value:
     try:
-        return future.value()
+        value = future.value()
+        if isinstance(value, PeerLostError):  # an error that the server sets arrives as a value
+            raise value
+        return value
     except RuntimeError as error:
         raise PeerLostError(f"{_LOST} ({str(error).splitlines()[0]})") from error
