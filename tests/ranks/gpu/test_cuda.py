@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.errors import EvenloadError
 from evenload.records.reader import read_events, read_steps
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups
@@ -247,3 +250,97 @@ def test_a_step_that_is_not_finite_changes_nothing_on_a_gpu(tmp_path: Path) -> N
     assert same == [5, 8]
     assert all(bool(weight.isfinite().all()) for weight in weights)
     assert [event.step for event in read_events(tmp_path) if event.kind == "skipped"] == [5, 8]
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+OVER_NCCL: dict[str, Any] = {"device": lambda rank: f"cuda:{rank}", "backend": "nccl"}
+
+
+@needs_two
+@pytest.mark.parametrize("limit", [None, 12])
+def test_two_gpus_over_nccl_give_the_weights_of_one(tmp_path: Path, limit: int | None) -> None:
+    """With BatchNorm, and without it where one of them runs out of memory in its first step."""
+    least = None if limit is None else 1000
+    alone = run_ranks(_train, 1, str(tmp_path / "one"), "auto", "no", least, device="cuda:0")[0]
+    split = run_ranks(_train, 2, str(tmp_path / "two"), (24, 8), "no", limit, **OVER_NCCL)
+    assert _difference(alone["weights"], split[0]["weights"]) <= 1e-12
+    assert torch.equal(split[0]["weights"], split[1]["weights"])
+
+
+def _raise_in_a_forward(project_dir: str, at: int, error: type[Exception]) -> dict[str, Any]:
+    """Rank 1 leaves a forward with BatchNorm once, by an exception that the script catches on all ranks or for lack of memory."""
+    run = evenload.init(project_dir=project_dir, seed=0, balance="even")
+    data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    model, loader = run.prepare(network, DataLoader(data, batch_size=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    caught, raised = [], []
+    for step in loader:
+
+        def loss_fn(batch: Any) -> torch.Tensor:
+            if run.rank == 1 and step.index == at and not raised:  # noqa: B023
+                raised.append(at)
+                raise error("injected")
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        try:
+            step.backward(loss_fn)
+        except (ValueError, EvenloadError):
+            caught.append(step.index)
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    run.close()
+    return {"weights": weights, "caught": caught}
+
+
+@needs_two
+@pytest.mark.parametrize(("at", "error"), [(3, ValueError), (0, torch.OutOfMemoryError), (3, torch.OutOfMemoryError)])
+def test_statistics_over_nccl_end_where_a_rank_leaves_a_forward(
+    tmp_path: Path, at: int, error: type[Exception]
+) -> None:
+    ranks = run_ranks(_raise_in_a_forward, 2, str(tmp_path), at, error, timeout_s=60.0, **OVER_NCCL)
+    assert [rank["caught"] for rank in ranks] == [[at] if error is ValueError else []] * 2
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+
+
+SCRIPT = """
+import os, signal, sys, torch, evenload
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+run = evenload.init(project_dir=sys.argv[1], seed=0, balance="even")
+x = torch.randn(16 * 40, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)).double()
+model, loader = run.prepare(network, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+run.resume(model=model, optimizer=optimizer)
+for step in loader:
+    if step.index == 20 and run.world_size == 2 and run.rank == 1 and sys.argv[2] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+if run.is_main:
+    torch.save([p.detach().cpu() for p in model.parameters()], sys.argv[1] + ".pt")
+"""
+
+
+@needs_two
+def test_a_rank_that_dies_over_nccl_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for name, devices in (("alone", "0"), ("dies", "0,1")):
+        words = ["run", "-d", devices, "--max-restarts", "0", "train.py", str(tmp_path / name), name]
+        done = subprocess.run(
+            [sys.executable, "-m", "evenload.cli.main", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+    alone, others = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "dies"))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(alone, others, strict=True))
+    assert [event.kind for event in read_events(tmp_path / "dies") if event.kind == "lost"] == ["lost"]

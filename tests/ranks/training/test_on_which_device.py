@@ -41,7 +41,7 @@ def look(folder: str) -> dict[str, Any]:
     states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     found["optimizer"] = {value.device.type for value in states}
     found["model"] = {value.device.type for value in model.state_dict().values()}
-    found["average"] = {value.device.type for value in average.state_dict().values()}
+    found["average"] = {value.device.type for value in average.module.state_dict().values()}
     found["run.batches"] = {x.device.type for x, _ in run.batches(DataLoader(data, batch_size=4))}
     found["reduced"] = {run.reduce(torch.ones(1, device=run.device)).device.type, type(run.reduce(1.0)).__name__}
     found["gathered"] = {run.gather(torch.ones(1, device=run.device)).device.type, type(run.gather([1])).__name__}
@@ -54,7 +54,7 @@ def check(found: dict[str, Any], device: str) -> None:
     assert {name: found.pop(name) for name in on_device} == {name: {device} for name in on_device}
     assert found == {
         "metrics": {"float"},
-        "loss": {"cpu"},
+        "loss": {device},
         "reduced": {device, "float"},
         "gathered": {device, "list"},
     }

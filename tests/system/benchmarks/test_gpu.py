@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import benchmarks.gpu as gpu
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.gpu.experiments import EXPERIMENTS, PREFIX, Finished, figures_of
+from benchmarks.gpu.experiments import EXPERIMENTS, PREFIX, ROOT, Command, Experiment, Finished, figures_of, run
+from benchmarks.gpu.lab import EXPERIMENTS as EXPERIMENTS_OF_LAB
 
 PAGE = Path(gpu.__file__).with_name("README.md")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
@@ -40,6 +44,47 @@ def test_without_a_gpu_all_are_skipped(tmp_path: Path, capsys: pytest.CaptureFix
 def test_an_experiment_that_does_not_exist() -> None:
     with pytest.raises(SystemExit, match="there is no experiment E77; there are E1"):
         gpu.measure(quick=False, only="E1,E77")
+
+
+# Options with which an experiment is short on a CPU; `part` runs in `rng`.
+ON_CPU = {
+    "visible": "",
+    "solo": "--model tiny --rounds 1 --steps 1",
+    "syncs": "--model tiny",
+    "clock": "",
+    "bn": "--batch 2",
+    "feed": "--model tiny --steps 1 --workers 1 --pin",
+    "shapes": "",
+    "oom": "--model tiny",
+    "nccl1": "--model tiny",
+    "rng": "",
+    "graph": "--model tiny --steps 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_code_of_each_experiment_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
+    words = f"{name} {ON_CPU[name]} --cpu".split()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.lab", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0 and PREFIX in done.stdout, done.stderr
+    assert ON_CPU.keys() | {"part"} == EXPERIMENTS_OF_LAB.keys()
+
+
+def test_a_command_may_have_other_exit_codes(tmp_path: Path) -> None:
+    def codes(allowed: tuple[int, ...]) -> bool:
+        command = Command(("this",), 60.0, codes=allowed)  # exits with 0
+        return bool(run(Experiment("E0", "", "", (command,), lambda *_: (True, "")))["passed"])
+
+    assert codes((0, 2)) and not codes((2,))
 
 
 def test_marks_judge_the_figures(tmp_path: Path) -> None:

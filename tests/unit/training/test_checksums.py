@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,7 +150,9 @@ def test_many_sketches_are_read_at_once() -> None:
 def test_a_gpu_is_not_waited_for_until_the_sketches_are_read() -> None:
     tensors = [values(torch.float32, 1000).cuda(), torch.arange(9).cuda()]
     expected = [sketch(tensor) for tensor in tensors]
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         queued = QueuedSketches(tensors)
     finally:

@@ -23,9 +23,11 @@ from torch.optim.lr_scheduler import (
 
 from evenload.errors import DataError, StepError
 from evenload.training.comm.islands import IslandLink, IslandMap
+from evenload.training.comm.pending import Pending
 from evenload.training.islands.schedulers import FollowedScheduler
 from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, ReportTimes, at_least_one, blocks_of
 from evenload.training.parallel.outer import OuterState
+from evenload.training.parallel.wire.outer_wire import OuterWire
 
 
 def test_shares_come_near_the_measured_speeds() -> None:
@@ -170,3 +172,19 @@ def test_a_fragment_beside_a_large_parameter_may_hold_none() -> None:
     outer.hide()
     outer.synchronise(5.0)
     assert torch.equal(model[0].weight, torch.full((1, 64), 3.0))
+
+
+def test_errors_of_a_checkpoint_follow_the_weights_to_their_device() -> None:
+    """A checkpoint is read onto the CPU; `meta` stands for a GPU, whose sums take nothing from the CPU."""
+    sent: list[torch.Tensor] = []
+
+    def sum_async(tensor: torch.Tensor) -> Pending:
+        sent.append(tensor)
+        return Pending(None, blocking=False)
+
+    groups = SimpleNamespace(leads=True, on_gpus=True, leaders=(0, 1), index=0)
+    link: Any = SimpleNamespace(num_islands=2, begin=None, groups=groups, sum_async=sum_async)
+    wire = OuterWire("int8", link, seed=0)
+    wire.load_state_dict({"errors": {"weight": torch.ones(6)}, "total_per_own": 2.0})
+    wire.gather({"weight": torch.zeros(2, 3, device="meta"), "bias": torch.zeros(2, device="meta")})
+    assert [(tensor.device.type, tensor.numel()) for tensor in sent] == [("meta", 6), ("meta", 2)]

@@ -1,17 +1,21 @@
-"""Choose the backends of the gradients: NCCL among GPUs, gloo with other ranks."""
+"""Choose the backends of the gradients: NCCL among GPUs, gloo with other ranks; end what GPUs have queued over NCCL."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from evenload.training.comm.host_exchange import Gather
 
 _BACKENDS = ("", "nccl", "gloo")
+_END_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,21 @@ def inner_ranks(rows: Sequence[tuple[str, int]]) -> InnerRanks:
         rank for rank, row in enumerate(rows) if row[0] == "gloo" or (row[0] == "nccl" and num_ranks[row] == 1)
     )
     return InnerRanks(ranks, rows[ranks[0]][0]) if ranks else InnerRanks()
+
+
+def end_queued(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End the collectives that GPUs have queued over NCCL in these groups, which can't be used afterwards.
+
+    A GPU waits in a kernel for a rank that is lost, and the host behind it, also where the group is destroyed; see
+    docs/decisions/torn-sums.md. All groups end at once, since the end of one may wait for the kernels of another.
+    """
+    threads = []
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # it has no backend for GPUs
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                threads.append(threading.Thread(target=backend.abort, name="evenload-abort", daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_END_S)

@@ -1,7 +1,4 @@
-"""`Groups`, the only holder of process groups: those of the current generation (generation.py), and of the user's subsets.
-
-`abort` fails whatever is outstanding, so that no rank waits for a lost peer.
-"""
+"""`Groups`, the only holder of process groups: those of the current generation (generation.py), and of the user's subsets."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm import statistics
-from evenload.training.comm.backend import InnerRanks, find_inner
+from evenload.training.comm.backend import InnerRanks, end_queued, find_inner
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
@@ -77,8 +74,8 @@ class Groups:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._newest_number = membership.number
-        self._collectives = PendingCollectives()
-        self.begin, self.begin_transfer = self._collectives.begin, self._collectives.begin_transfer
+        held = self._collectives = PendingCollectives()
+        self.begin, self.begin_transfer, self.check = held.begin, held.begin_transfer, held.check
         self._all: dist.ProcessGroup | None = None
         self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}  # by the ranks that compute
         self._row_groups: list[dist.ProcessGroup] = []
@@ -117,7 +114,8 @@ class Groups:
     @property
     def own_groups(self) -> list[dist.ProcessGroup]:
         """The groups that carry Evenload's own collectives."""
-        every = [self.generation.control, *self._row_groups, *(g for m in self._groups_of.values() for g in m.groups)]
+        computing = [group for made in list(self._groups_of.values()) for group in made.groups]
+        every = [self.generation.control, *self._row_groups, *computing]
         return list({id(group): group for group in every if group is not None}.values())
 
     @contextlib.contextmanager
@@ -175,14 +173,14 @@ class Groups:
 
     def abort_statistics(self) -> None:
         """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
-        now = self.generation
-        if (group := now.statistics) is None:
+        if (group := (now := self.generation).statistics) is None:
             return
         self._groups_of[now.computing] = replace(self._groups_of[now.computing], statistics=None)
         self.generation = replace(now, statistics=None)
         if isinstance(group, SharedChannel):
             group.abort(f"rank {now.rank} has left the step")
             return
+        end_queued([group])
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 
@@ -205,13 +203,14 @@ class Groups:
     def abort(self, reason: str, number: int | None = None) -> None:
         """Fail every collective in progress with `PeerLostError(reason)`; the groups can't be used afterwards.
 
-        Those through shared memory fail on the other ranks of this host, too. With the `number` of a membership nothing happens
-        if that one, or a later one, is being built already.
+        Those through shared memory fail on this host's other ranks, too. Once membership `number` is being built, nothing fails.
         """
         with self._lock:
             if number is not None and number <= self._newest_number:
                 return
+            queued = [*self.own_groups, *self._subsets.values()]  # now: the next generation is not to end
             self._collectives.fail(reason)
+        end_queued(queued)
         for shared in (self.generation.rows, self.generation.statistics, self.generation.sums):
             if isinstance(shared, HostExchange | SharedChannel | SharedSums):
                 shared.abort(reason)
@@ -232,6 +231,7 @@ class Groups:
             group = now.control if on_host else now.gradients
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         except RuntimeError as error:
+            self.check()  # it was aborted
             check_setup(error, "the gradients could not be summed")
             raise
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.

@@ -122,6 +122,11 @@ class PendingCollectives:
         for pending in outstanding:
             pending.fail(failure)
 
+    def check(self) -> None:
+        """Raise PeerLostError after `fail`: what a GPU had queued may have ended early, without an error of its own."""
+        if self._failure is not None:
+            raise self._failure
+
     def reopen(self) -> None:
         """Begin a generation."""
         self._failure = None

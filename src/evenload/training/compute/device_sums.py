@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from evenload.errors import StepError
+from evenload.errors import PeerLostError, StepError
 from evenload.training.compute.device_read import DeviceRead, scalars_on
 from evenload.training.compute.micro_steps import LossSums
 
-_UNITS, _LOSS, _INVALID, _ZERO, _LEFTOVERS, _METRICS = range(6)
+_UNITS, _LOSS, _INVALID, _ZERO, _LEFTOVERS, _RANKS, _METRICS = range(7)
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,22 @@ class UnreadTotals:
     """Totals of the global batch on the device; the same on all ranks."""
 
     def __init__(
-        self, vector: torch.Tensor, finite: torch.Tensor, names: list[str], dtype: torch.dtype, step: int
+        self,
+        vector: torch.Tensor,
+        finite: torch.Tensor,
+        names: list[str],
+        dtype: torch.dtype,
+        step: int,
+        num_ranks: int,
     ) -> None:
         self._vector = vector
+        self._num_ranks = num_ranks
         self._names = names
         self._step = step
         self.loss = (vector[_LOSS] / vector[_UNITS]).to(dtype)
         """Weighted mean over the global batch: a scalar on the device."""
         usable = finite & self.loss.isfinite() & (vector[_INVALID] == 0) & (vector[_LEFTOVERS] == 0)
-        usable &= vector[_UNITS] > 0
+        usable &= (vector[_UNITS] > 0) & (vector[_RANKS] == num_ranks)
         self.found_inf = (~usable).to(torch.float32)
         """1 if an optimizer must not use the gradients, else 0: a scalar on the device, as fused optimizers take it."""
         self._read = DeviceRead(torch.cat([vector, finite.to(vector).reshape(1)]))
@@ -66,9 +73,12 @@ class UnreadTotals:
 
         Raises:
             StepError: a weight is negative or not finite, or all weights are 0, or gradients were left over.
+            PeerLostError: a rank was lost before the sum, or a sum before it, had ended here; others may have it.
         """
         values = self._read.read()
         units = values[_UNITS]
+        if values[_RANKS] != self._num_ranks:
+            raise PeerLostError(f"step {self._step}: a rank was lost before the gradients of all ranks were summed")
         if values[_LEFTOVERS]:
             raise StepError(
                 f"step {self._step}: gradients were already present before the step's first backward. {LEFTOVERS}"
@@ -92,7 +102,7 @@ class DeviceSums:
         self._names = sorted(sums.metrics)
         self._dtype = sums.dtype
         left = 0.0 if leftovers is None else leftovers != 0
-        counts = (sums.units, sums.loss_sum, sums.num_invalid, sums.num_zero, left)
+        counts = (sums.units, sums.loss_sum, sums.num_invalid, sums.num_zero, left, 1.0)
         self.vector = scalars_on(device, [*counts, *(sums.metrics[name] for name in self._names)])
 
     @property
@@ -100,10 +110,10 @@ class DeviceSums:
         """N, after the sum."""
         return self.vector[_UNITS]
 
-    def totals(self, finite: torch.Tensor, step: int) -> UnreadTotals:
+    def totals(self, finite: torch.Tensor, step: int, num_ranks: int) -> UnreadTotals:
         """Begin to send the sums to the host, after the sum over ranks; `finite` is the flag of the gradients."""
         flag = finite.to(self.vector.device, non_blocking=True)
-        return UnreadTotals(self.vector, flag, self._names, self._dtype, step)
+        return UnreadTotals(self.vector, flag, self._names, self._dtype, step, num_ranks)
 
 
 ALL_ZERO = "step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"

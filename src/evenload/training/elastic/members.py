@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.checkpoint import files
+from evenload.training.comm.backend import end_queued
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.elastic.changes import MembershipChanges
@@ -245,6 +247,8 @@ class Members(StepListener):
         self._tried = change.number
         self._is_away = self._is_away or not groups.generation.computes
         rank = change.workers.index(self._worker)
+        if change.urgent:
+            end_queued(groups.own_groups)
         groups.rebuild(_membership_of(change), rank, self._check_newest)
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
@@ -290,12 +294,16 @@ class Members(StepListener):
             raise PeerLostError("another rank is lost")
 
     def _exchange_standings(self) -> list[_Standing]:
-        context, step = self._context, self._context.loop.step
+        context, step, totals = self._context, self._context.loop.step, self._context.engine.totals
+        with suppress(PeerLostError):
+            totals.read()
+        if totals.is_torn:
+            context.loop.unsound = "a rank was lost before the gradients of all ranks were summed"
         is_inside = step is not None and bool(step.stats.calls) and not step.arm
         loss = step.stats.loss if is_inside and step is not None else self._context.loop.last_loss
         own = _Standing(
             joins=self._joins,
-            is_behind=self._is_away or self._transfer.missed_loss is not None,
+            is_behind=self._is_away or totals.is_torn or self._transfer.missed_loss is not None,
             num_backwards=context.engine.num_backwards,
             num_collectives=self._num_collectives,
             is_inside=is_inside,
@@ -329,6 +337,7 @@ class Members(StepListener):
         groups = self._context.groups
         while self._transfer.is_due:
             try:
+                self._context.engine.totals.agree_units()
                 self._transfer.run()
             except PeerLostError as error:
                 self._follow_changes(error)

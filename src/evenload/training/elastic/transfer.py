@@ -65,7 +65,6 @@ class StateTransfer:
 
     def _send(self) -> None:
         context, engine = self._context, self._context.engine
-        engine.totals.agree_units()
         extra = {
             "engine": engine.state_dict(),
             "precision": engine.precision.state_dict(),

@@ -212,7 +212,8 @@ class ReplicaStrategy:
         correction: torch.Tensor | float = 1.0 / self._precision.scale
         if sums.weighted:
             correction = sums.nominal / (own.units * self._precision.scale)
-        unread = own.totals(reducer.finite_on_device(), batch.global_step)
+        num_ranks = len(self._groups.generation.computing)
+        unread = own.totals(reducer.finite_on_device(), batch.global_step, num_ranks)
         discard = partial(reducer.clear, touched)
         result = StepResult(
             math.nan,
@@ -342,6 +343,9 @@ class ReplicaStrategy:
             # A rank that was away did not see what was frozen meanwhile: all ranks begin with the same buckets.
             self._built_for, keep = self._groups.generation.number, set()
             self._reads_weights = self._zero_is_harmless = False
+            if self._statistics.in_use and self._groups.nccl_ranks:
+                # The first collective makes the communicator: in a forward it would wait for a rank whose forward failed.
+                self._groups.sum_statistics(torch.zeros(1, device=self._context.device))
         if len(self._groups.generation.computing) == 1:  # alone, or the others have left
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:
@@ -353,6 +357,7 @@ class ReplicaStrategy:
                 keep=keep,
                 wire=self._wire,
                 sizes=self._bucket_sizes(),
+                confirm=self._groups.check if self._groups.nccl_ranks else lambda: None,
             )
         slotted = {id(slot.param) for slot in self._reducer.slots}
         self._frozen = [p for p in self._parameters.named.values() if id(p) not in slotted]

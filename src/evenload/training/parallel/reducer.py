@@ -69,6 +69,7 @@ class BucketReducer(CallGradients):
         keep: Collection[int] = (),
         wire: GradientWire | None = None,
         sizes: BucketSizes | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         groups: sums the buckets, unless `wire` does.
@@ -79,11 +80,12 @@ class BucketReducer(CallGradients):
         grad_norms: receives what leaves and what returns, if norms are measured.
         keep: ids of frozen parameters that keep their slot, because they are trained at times.
         sizes: of buckets, as measured.
+        confirm: called when the host has waited for the sums; raises if they may be torn.
         """
         super().__init__(number_slots(models, keep), check, hooked)
         self._groups, self._segments = groups, segments or BucketSegments()
         self._pins, self._sizes = pins, sizes
-        self._wire, self._grad_norms = wire, grad_norms
+        self._wire, self._grad_norms, self._confirm = wire, grad_norms, confirm
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
@@ -183,10 +185,11 @@ class BucketReducer(CallGradients):
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
+            kept = [bucket for bucket in reduced if bucket not in changed]
+            is_finite = self.on_device or self._is_finite(kept)
+            self._confirm()
             self._publish(touched)
             self._is_published = True
-        kept = [bucket for bucket in reduced if bucket not in changed]
-        is_finite = self.on_device or self._is_finite(kept)
         return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
 
     def rollback(self) -> None:
@@ -334,8 +337,7 @@ class BucketReducer(CallGradients):
 
     def _fill_rest(self) -> None:
         """Move the gradients that no hook has moved: small ones that were not expected."""
-        for key in set(map(id, self._arrived)) - self._filled:
-            slot = self._slot_of[key]
+        for slot in map(self._slot_of.__getitem__, set(map(id, self._arrived)) - self._filled):
             if self._bucket_of[slot.index].pending is None:
                 self._fill(slot)
 

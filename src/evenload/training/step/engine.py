@@ -154,7 +154,7 @@ class Engine:
 
     def load_state_dict(self, state: tuple[Mapping[int, float], Mapping[Any, Any]]) -> None:
         """Restore what `state_dict` returned, after steps of each rank alone."""
-        self.totals.units = dict(state[0])
+        self.totals.units, self.totals.is_torn = dict(state[0]), False
         self.strategy.load_state_dict(state[1])
 
     def backward(self, attempt: Attempt) -> torch.Tensor:

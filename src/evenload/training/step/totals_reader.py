@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch.optim import Optimizer
 
-from evenload.errors import EvenloadError, NonFiniteError
+from evenload.errors import EvenloadError, NonFiniteError, PeerLostError
 from evenload.training.comm.generation import Generation
 from evenload.training.compute.precision import Precision
 from evenload.training.parallel.strategy import StepResult
@@ -63,6 +63,8 @@ class TotalsReader:
         """Read since `agree_units`: some ranks may have read later than others."""
         self.waited = False
         """True if the host has waited for the device at the end of the last backward."""
+        self.is_torn = False
+        """True after a backward of which a lost rank's part is missing here: its gradients were not used."""
         self._call: DeviceCall | None = None
         """The last backward, if its totals were summed on the device."""
         self._late: dict[int, WeakSet[Optimizer]] = {}
@@ -139,6 +141,7 @@ class TotalsReader:
         Raises:
             StepError: a weight of its step is negative or not finite, or all are 0.
             NonFiniteError: too many steps in a row were not finite.
+            PeerLostError: see `UnreadTotals.read`.
         """
         call = self._call
         unread = None if call is None or not call.is_unread else call.result.unread
@@ -147,7 +150,8 @@ class TotalsReader:
         call.is_unread, call.stats.unread = False, None
         try:
             totals = unread.read()
-        except EvenloadError:
+        except EvenloadError as error:
+            self.is_torn = isinstance(error, PeerLostError)
             self._discard(call)
             raise
         self._newest_units[call.index] = totals.units

@@ -85,7 +85,8 @@ class OuterWire:
         scale = units * self._total_per_own
         flat = memory if groups.on_gpus else memory.cpu()
         for name, low, high in spans:
-            if (error := self._errors.get(name)) is not None:
+            if name in self._errors:  # a checkpoint's lie on the CPU
+                error = self._errors[name] = self._errors[name].to(flat.device)
                 flat[low:high].add_(error, alpha=scale)
         job = BucketSum(flat[:-1], flat[-1], _matrices(spans, tensors))
         steps = self.format.sum(job, groups)
@@ -137,7 +138,8 @@ class OuterWire:
         for name, tensor in tensors.items():
             wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
             place = tensor.device if groups.on_gpus else torch.device("cpu")
-            error = self._errors.setdefault(name, torch.zeros(tensor.numel(), dtype=wide, device=place))
+            error = self._errors.get(name, torch.zeros(tensor.numel(), dtype=wide, device=place)).to(place)
+            self._errors[name] = error
             self._link.sum_async(error).wait()
         if not self._keeps_all:
             self._errors = {}
