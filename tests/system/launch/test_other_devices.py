@@ -14,7 +14,7 @@ SCRIPT = """
 import os, signal, sys
 import torch, evenload
 from torch.utils.data import DataLoader, TensorDataset
-stops_at, is_async = int(sys.argv[1]), "async" in sys.argv[2]
+stops_at = int(sys.argv[1])
 run = evenload.init(project_dir="run", seed=0)
 model = torch.nn.Linear(240, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
@@ -25,8 +25,6 @@ for epoch in range(loader.epoch, 2):
     for step in loader:
         step.backward(lambda batch: -model(batch[0]).mean())
         optimizer.step(); optimizer.zero_grad()
-        if is_async and stops_at and step.index + 1 >= stops_at:
-            sys.exit()
         if stops_at and step.index + 1 >= stops_at and run.is_main:
             os.kill(os.getppid(), signal.SIGTERM)  # the launcher
             stops_at = 0
@@ -37,9 +35,9 @@ if run.is_main:
 
 def _resumed(folder: Path, before: list[str], after: list[str]) -> torch.Tensor:
     """Return how often each sample was used, in two epochs that are interrupted in the first."""
-    code, stdout, stderr = run(folder, SCRIPT, *before, arguments=["13", before[1]], initialised=False, timeout_s=60)
-    assert code == (0 if "async" in before else 75), stdout + stderr
-    code, stdout, stderr = run(folder, SCRIPT, *after, arguments=["0", after[1]], initialised=False, timeout_s=60)
+    code, stdout, stderr = run(folder, SCRIPT, *before, arguments=["13"], initialised=False, timeout_s=60)
+    assert code == 75, stdout + stderr
+    code, stdout, stderr = run(folder, SCRIPT, *after, arguments=["0"], initialised=False, timeout_s=60)
     assert code == 0 and "resuming at step" in stdout, stdout + stderr
     records = [(record.epoch, record.epoch_step) for record in read_steps(folder / "run")]
     assert sorted(records) == [(epoch, step) for epoch in range(2) for step in range(30)]
