@@ -419,8 +419,11 @@ def nccl1(lab: Lab) -> Figures:
     plain = lab.subject.build()
     plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     plain = plain.to(lab.device)
-    own, worst = lab.adamw(plain), 0.0
+    own, worst, num_sums = lab.adamw(plain), 0.0, 0
+    # A rank alone launches no kernels of NCCL, but torch counts its sums.
+    backend = gradients._get_backend(lab.device)
     for step in loader:
+        before = backend._get_sequence_number_for_group()
         got: list[Any] = []
 
         def loss_fn(batch: Any, got: list[Any] = got) -> torch.Tensor:
@@ -428,6 +431,7 @@ def nccl1(lab: Lab) -> Figures:
             return loss_of(model, batch)
 
         step.backward(loss_fn)
+        num_sums = backend._get_sequence_number_for_group() - before
         with lab.cast():
             loss = loss_of(plain, got[-1])
         loss.backward()
@@ -439,12 +443,6 @@ def nccl1(lab: Lab) -> Figures:
         if step.index == 6:
             break
     print(f"largest gradient difference to the plain model {worst:.2e}")
-    # A rank alone launches no kernels of NCCL, but torch counts its sums.
-    backend = gradients._get_backend(lab.device)
-    before = backend._get_sequence_number_for_group()
-    next(iter(loader)).backward(lambda batch: loss_of(model, batch))
-    lab.sync()
-    num_sums = backend._get_sequence_number_for_group() - before
     print(f"{num_sums} sums in a step")
     return {"difference": worst, "num_sums": num_sums}
 
