@@ -76,7 +76,7 @@ def _check_flag(value: Any) -> bool:
 
 
 def check_folder(value: Any) -> str:
-    if not isinstance(value, str | PathLike) or not str(value):
+    if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
         raise ValueError("expected a folder")
     if "://" in str(value):
         raise ValueError(

@@ -37,7 +37,14 @@ class Command:
             epilog=help_text(name),
             context_settings=getattr(module, "CONTEXT_SETTINGS", None),
         )(function)
-        return typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        for param in command.params:
+            is_flag = getattr(param, "is_flag", False)
+            param.metavar = None if is_flag else str(param.metavar or param.name.strip("_").upper())
+            if param.param_type_name == "argument":  # typer adds brackets, dots and Python's type
+                param.get_usage_pieces = lambda _, text=param.metavar: [text]
+                param.get_help_record = lambda _, text=param.metavar, meaning=param.help: (text, meaning)
+        return command
 
 
 COMMANDS = {
