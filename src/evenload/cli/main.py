@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
     open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # of an encoding that lacks the signs of a table
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:
