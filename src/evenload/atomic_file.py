@@ -16,7 +16,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file can't be written; the old one is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)

@@ -96,7 +96,7 @@ SETTINGS_ELSEWHERE: Mapping[str, str] = _by_name(
 VALUES_ELSEWHERE: Mapping[str, str] = _by_name(
     ("bf16-mixed bf16-true bfloat16 torch.bfloat16", "write precision='bf16'"),
     ("16 16-mixed 16-true float16 half torch.float16 amp", "write precision='fp16', or 'bf16' where the GPU has it"),
-    ("32 32-true fp32 float32 torch.float32 None False off none", "leave it out for the model's own dtype"),
+    ("32 32-true fp32 float32 torch.float32", "leave it out for the model's own dtype"),
     ("ddp_spawn ddp_notebook ddp_find_unused_parameters_true mirrored multi_gpu", "write 'ddp'"),
     ("DP DataParallel data_parallel", "write 'dp'"),
     (

@@ -64,8 +64,8 @@ def integer(expected: str, metavar: str, *, least: int, word: str = "") -> Kind:
 
 
 def _check_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError("expected seconds, more than 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9:
+        raise ValueError("expected seconds, more than 0, at most 1e9")
     return float(value)
 
 
@@ -76,7 +76,7 @@ def _check_flag(value: Any) -> bool:
 
 
 def check_folder(value: Any) -> str:
-    if not isinstance(value, str | PathLike) or not str(value):
+    if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
         raise ValueError("expected a folder")
     if "://" in str(value):
         raise ValueError(

@@ -42,7 +42,7 @@ def change(
     kind: Annotated[str | None, typer.Option(help="Acceptable kinds of devices.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device.")] = None,
     retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
-    name: Annotated[str | None, typer.Option()] = None,
+    name: Annotated[str | None, typer.Option(help="New name of the job.")] = None,
     queue: Queue = None,
 ) -> None:
     """Change jobs that have not ended, or the devices of a run in progress, at the end of a step and without a restart.

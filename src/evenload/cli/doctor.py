@@ -17,11 +17,11 @@ class AllReduceBackend(StrEnum):
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     port: Annotated[int, typer.Option(help="TCP port that a run will use; 0: any free port.", min=0, max=65535)] = 0,
-    backend: Annotated[AllReduceBackend, typer.Option(help="Backend of the trial all-reduce.")] = AllReduceBackend.auto,
+    backend: Annotated[
+        AllReduceBackend, typer.Option(metavar="auto|gloo|nccl", help="Backend of the trial all-reduce.")
+    ] = AllReduceBackend.auto,
     folder: Annotated[str, typer.Option(help="Folder in which runs will write.")] = "runs",
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Run only this check; may be repeated.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run only this check; repeatable.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Also measure the speed of every device and link.")] = False,
     issue: Annotated[bool, typer.Option("--issue", help="Print a report for an issue, without names.")] = False,
     with_names: Annotated[bool, typer.Option("--with-names", help="Keep names and addresses in that report.")] = False,

@@ -74,7 +74,9 @@ def act_on_jobs(
 
 def _targets(text: str, folder: Path, client: Client, states: Sequence[str]) -> list[str]:
     """Return the jobs to act on: of a range or an array those in one of the states; a single job in any state."""
+    from evenload.scheduler.core.states import JobState
     from evenload.scheduler.job_lookup import listed_jobs
+    from evenload.views.queue.text import STATES
 
     ids = ids_of([text], folder)
     if len(ids) == 1:
@@ -82,5 +84,6 @@ def _targets(text: str, folder: Path, client: Client, states: Sequence[str]) -> 
     in_states = {row["id"] for row in listed_jobs(client, states=list(states))}
     found = [job for job in ids if job in in_states]
     if not found:
-        raise QueueError(f"nothing to do: none of the {len(ids)} jobs of {text} is {' or '.join(states)}")
+        names = " or ".join(STATES[JobState(state)] for state in states)
+        raise QueueError(f"nothing to do: none of the {len(ids)} jobs of {text} is {names}")
     return found

@@ -38,7 +38,14 @@ class Command:
             epilog=help_text(name),
             context_settings=getattr(module, "CONTEXT_SETTINGS", None),
         )(function)
-        return typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        for param in command.params:
+            is_flag = getattr(param, "is_flag", False)
+            param.metavar = None if is_flag else str(param.metavar or param.name.strip("_").upper())
+            if param.param_type_name == "argument":  # typer adds brackets, dots and Python's type
+                param.get_usage_pieces = lambda _, text=param.metavar: [text]
+                param.get_help_record = lambda _, text=param.metavar, meaning=param.help: (text, meaning)
+        return command
 
 
 COMMANDS = {
@@ -113,9 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a name of a file, or a rank, may hold what the encoding lacks
+        # The encoding may lack the signs of a table, or of a name of a file.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:

@@ -35,8 +35,8 @@ def queue(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show|stop|start|service|repair|report|set|limit|reserve|release] ...",
-            help="Action. Default: show.",
+            metavar="[ACTION [ARGUMENT]...]",
+            help="show (the default), stop, start, service, repair, report, set, limit, reserve or release.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
@@ -95,9 +95,9 @@ def queue(
         raise ConfigError(f"--csv and --by are for evenload queue report, not for {action}")
     if (at or every) and action != "reserve":
         raise ConfigError(f"--at and --every are for evenload queue reserve, not for {action}")
+    if given and action in ("show", "stop", "start", "service", "repair"):
+        raise ConfigError(f"expected {_USAGE[action]}")
     if action in ("service", "repair"):
-        if given:
-            raise ConfigError(f"expected {_USAGE[action]}")
         (_service if action == "service" else _repair)(folder_of(queue))
         return
     from evenload.scheduler.client import connect
@@ -205,23 +205,17 @@ def _repair(folder: Path) -> None:
         )
 
 
-def _show(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
-    if given:
-        raise ValueError
+def _show(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
     status = client.call("status")
     return status, _status_text(status)
 
 
-def _stop(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
-    if given:
-        raise ValueError
+def _stop(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
     answer = client.call("stop")
     return answer, f"the daemon (pid {answer['pid']}) is stopping; jobs continue, and the next submit restarts it"
 
 
-def _start(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
-    if given:
-        raise ValueError
+def _start(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
     status = client.call("status")
     return status, f"the daemon (pid {status['pid']}) runs for the queue {status['folder']}"
 
@@ -248,7 +242,8 @@ def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
         except ValueError:
             raise ConfigError(f"{name}={value}: expected a {'whole ' * (read[name] is int)}number, or none") from None
     answer = client.call("limits", user=user, **changes)
-    return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
+    values = {name: answer["user"][name] for name in read}
+    return answer, f"{user}: " + ", ".join(f"{n} {'none' if v is None else v}" for n, v in values.items())
 
 
 def _reserve(client: Client, given: list[str], at: str | None, every: str | None) -> tuple[Mapping[str, Any], str]:

@@ -52,9 +52,7 @@ def show(
         typer.Option(metavar="LOGGER.OPTION=VALUE", help="Option of the logger of --to; may be repeated."),
     ] = None,
     queue: Queue = None,
-    backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray by its number there.")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray, by its id.")] = None,
 ) -> None:
     """Show a run (shares and their reasons, use of time) or a job (devices, waits, stops, cost)."""
     from evenload.errors import ConfigError
@@ -63,45 +61,39 @@ def show(
     if backend is not None and backend != "local":
         _show_backend_job(backend, str(run), json)
         return
-    of_runs = live or html or web or trace is not None or to is not None or bool(logger_option)
+    of_runs = live or html or web or bool(logger_option) or any(x is not None for x in (trace, to, file, port, steps))
     if queue is not None or not (run.exists() or of_runs):
         if of_runs:
-            raise ConfigError("--live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs")
+            raise ConfigError(
+                "FILE, --live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs"
+            )
         if _show_queue_job(str(run), queue, json):
             return
-    try:
-        if json + live + html + web + (trace is not None) + (to is not None) > 1:
-            raise ConfigError(
-                "--json, --live, --html, --web, --trace and --to are ways to show a run; give one of them"
-            )
-        if logger_option and to is None:
-            raise ConfigError("--logger-option needs a logger; name it with --to")
-        if file is not None and not html:
-            raise ConfigError(
-                f"{file}: only --html writes to a file named like this; a trace is written by --trace FILE"
-            )
-        if port is not None and not web:
-            raise ConfigError("--port needs --web")
-        if steps is not None and trace is None:
-            raise ConfigError("--steps needs --trace FILE")
-        folder, num_runs = find_run(run)
-        if num_runs > 1:
-            print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
-        if to is not None:
-            _send(folder, to, logger_option or [])
-        elif live:
-            _follow(folder)
-        elif html:
-            _write_page(folder, file or folder / PAGE_FILE)
-        elif web:
-            _serve_page(folder, port or 0)
-        elif trace is not None:
-            _write_trace(folder, trace, steps)
-        else:
-            _show_run(folder, json)
-    except ConfigError as error:
-        print(f"evenload show: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    if json + live + html + web + (trace is not None) + (to is not None) > 1:
+        raise ConfigError("--json, --live, --html, --web, --trace and --to are ways to show a run; give one of them")
+    if logger_option and to is None:
+        raise ConfigError("--logger-option needs a logger; name it with --to")
+    if file is not None and not html:
+        raise ConfigError(f"{file}: only --html writes to a file named like this; a trace is written by --trace FILE")
+    if port is not None and not web:
+        raise ConfigError("--port needs --web")
+    if steps is not None and trace is None:
+        raise ConfigError("--steps needs --trace FILE")
+    folder, num_runs = find_run(run)
+    if num_runs > 1:
+        print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
+    if to is not None:
+        _send(folder, to, logger_option or [])
+    elif live:
+        _follow(folder)
+    elif html:
+        _write_page(folder, file or folder / PAGE_FILE)
+    elif web:
+        _serve_page(folder, port or 0)
+    elif trace is not None:
+        _write_trace(folder, trace, steps)
+    else:
+        _show_run(folder, json)
 
 
 def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | None = None) -> None:

@@ -33,29 +33,23 @@ def simulate(
             help="HOSTSxDEVICES[:KIND][,...], such as 16x4; own, own+1; again for one more to compare.",
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="A policy; again for one more to compare.")
-    ] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="A policy; again for one more.")] = None,
     remaining: Annotated[
         str,
         typer.Option(
-            "--remaining",
-            help="What the queue knows of remaining work: known, unknown, noisy[:SIGMA], or history (of similar jobs).",
+            help="What the queue knows of remaining work: known, unknown, noisy[:SIGMA], or history (of similar jobs)."
         ),
     ] = "known",
     tables: Annotated[
-        Path | None, typer.Option("--tables", help="Pollux' workloads: the folder of the applications' tables.")
+        Path | None, typer.Option(help="Pollux' workloads: the folder of the applications' tables.")
     ] = None,
-    speeds: Annotated[
-        Path | None, typer.Option("--speeds", help="Steps a second by kind and job type, as Gavel's JSON.")
-    ] = None,
-    every: Annotated[int, typer.Option("--every", help="Take each N-th job only.")] = 1,
+    speeds: Annotated[Path | None, typer.Option(help="Steps a second by kind and job type, as Gavel's JSON.")] = None,
+    every: Annotated[int, typer.Option(help="Take each N-th job only.")] = 1,
     cap: Annotated[bool, typer.Option("--cap", help="Jobs that need more devices than there are take all.")] = False,
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind",
-            help="NAME:speed=1,price=0,cheap=0,watts=0,memory=0: a kind's speed, price an hour, in cheap hours, power, GiB.",
+            help="NAME:speed=1,price=0,cheap=0,watts=0,memory=0: a kind's speed, price an hour, in cheap hours, power, GiB."
         ),
     ] = None,
     equal_kinds: Annotated[
@@ -63,41 +57,37 @@ def simulate(
     ] = False,
     limit: Annotated[
         list[str] | None,
-        typer.Option("--limit", help="USER:devices=N,jobs=N,share=1: what a user may have; some of these."),
+        typer.Option(help="USER:devices=N,jobs=N,share=1: what a user may have; some of these."),
     ] = None,
     reserve: Annotated[
         list[str] | None,
-        typer.Option(
-            "--reserve", help="devices=ID|ID,from=S,until=S,users=A|B: kept for these; without users, for no job."
-        ),
+        typer.Option(help="devices=ID|ID,from=S,until=S,users=A|B: kept for these; without users, for no job."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of a setting of the queue, such as min_run_s=60.")
     ] = None,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            "--deadline", help="Deadline of jobs without one: so many times their time alone on the fastest devices."
-        ),
+        typer.Option(help="Deadline of jobs without one: so many times their time alone on the fastest devices."),
     ] = None,
     start_hour: Annotated[
-        float, typer.Option("--start-hour", help="Of a table: hour of the day at its time 0, for cheap_hours.")
+        float, typer.Option(help="Of a table: hour of the day at its time 0, for cheap_hours.")
     ] = 0.0,
-    interval: Annotated[float, typer.Option("--interval", help="Seconds between decisions at the latest.")] = 60.0,
+    interval: Annotated[float, typer.Option(help="Seconds between decisions at the latest.")] = 60.0,
     ticks_only: Annotated[
         bool, typer.Option("--ticks-only", help="Decide at these intervals only, not when jobs come and go.")
     ] = False,
-    save: Annotated[float, typer.Option("--save", help="Seconds that a job needs to save and stop.")] = 0.0,
+    save: Annotated[float, typer.Option(help="Seconds that a job needs to save and stop.")] = 0.0,
     resize: Annotated[
         float | None,
-        typer.Option("--resize", help="Seconds that an elastic job loses by a resize in place. Default: a restart."),
+        typer.Option(help="Seconds that an elastic job loses by a resize in place. Default: a restart."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     jobs: Annotated[bool, typer.Option("--jobs", help="With --json: each job's times too.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this SVG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this SVG file.")] = None,
     export: Annotated[
-        Path | None, typer.Option("--export", help="Of a queue: write its jobs as a CSV, to change and simulate.")
+        Path | None, typer.Option(help="Of a queue: write its jobs as a CSV, to change and simulate.")
     ] = None,
 ) -> None:
     """Simulate a queue: mean, median and p99 completion time, use, restarts, fairness, cost."""
@@ -111,6 +101,8 @@ def simulate(
 
     if jobs and not json:
         raise ConfigError("--jobs without --json has no effect: add --json")
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot}: the picture is an SVG; name the file so (.svg)")
     path = _queue_folder() if workload is None else workload
     record = _record(path)
     if record is not None and (tables is not None or speeds is not None):
@@ -307,8 +299,6 @@ def _reservation(text: str, number: int, here: set[str]) -> Reservation:
 def _plot(path: Path, outcomes: list[tuple[str, SimulationOutcome]]) -> None:
     from evenload.views.queue.simulation_chart import simulation_chart
 
-    if path.suffix != ".svg":
-        raise ConfigError(f"--plot {path}: the picture is an SVG; name the file so (.svg)")
     try:
         path.write_text(simulation_chart(outcomes))
     except OSError as error:

@@ -83,7 +83,7 @@ def submit(
         typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB succeeded, ended or failed."),
     ] = None,
     array: Annotated[
-        str | None, typer.Option(metavar="0-9[%4]", help="A job for each {index}, at most % at once.")
+        str | None, typer.Option(metavar="0-9[%4]", help="A job for each {index}, with %4 four at once.")
     ] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it.")
@@ -117,9 +117,7 @@ def submit(
     ] = None,
     queue: Queue = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request; submit nothing.")] = False,
-    pty: Annotated[
-        bool, typer.Option("--pty", help="Run it in this terminal, interactively; exit with its code.")
-    ] = False,
+    pty: Annotated[bool, typer.Option("--pty", help="Run it in this terminal; exit with its code.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; exit with its exit code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError, StepError
 from evenload.records import lines
 from evenload.records.console import ProgressLines
@@ -160,14 +161,16 @@ class Recorder:
         return next((thread.tracker() for thread in self._logger_threads if thread.name == name), None)
 
     def settings(self, table: Mapping[str, Any]) -> None:
-        """Write the resolved settings to `config.toml` atomically; values of None are left out."""
+        """Write the resolved settings to `config.toml` atomically, if there is room; values of None are left out."""
         if self._folder is None:
             return
         import tomli_w
 
-        partial = self._folder / f"{CONFIG_FILE}.partial"
-        partial.write_text(tomli_w.dumps(_toml(table)), encoding="utf-8")
-        partial.replace(self._folder / CONFIG_FILE)
+        path = self._folder / CONFIG_FILE
+        try:
+            write_atomically(path, tomli_w.dumps(_toml(table)))
+        except OSError as error:
+            self.event("settings_not_written", f"SETTINGS NOT WRITTEN: {path} ({error}); training goes on")
 
     def close(self, succeeded: bool = True) -> None:
         """Write pending metrics, wait briefly for the loggers and close the files; a second call does nothing."""

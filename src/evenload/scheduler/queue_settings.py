@@ -30,7 +30,9 @@ def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Se
         try:
             read[name] = _read(str(known[name]), value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{name}={value!r}: expected {known[name]}") from error
+            words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+            kind = words.get(str(known[name]), "numbers, separated by commas")
+            raise ConfigError(f"{name}={value!r}: expected {kind}") from error
     return replace(base or Settings(), **read)
 
 

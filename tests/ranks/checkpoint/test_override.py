@@ -58,6 +58,13 @@ def test_the_rest_of_an_epoch_is_left_out(tmp_path: Path) -> None:
     assert "the finished run goes on with epoch 2" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+def test_override_with_fresh_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="--override has no effect with --fresh, which resumes nothing"):
+        run_ranks(
+            _session, 1, str(tmp_path / "run"), 0, 4, 2, settings={"override": True, "fresh": True, "dry_run": True}
+        )
+
+
 def _dry(folder: str, *arguments: Any) -> None:
     import contextlib
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ def _calls(folder: str) -> dict[str, Any]:
             _start(run, rank=5)
         except LaunchError as error:
             found["wrong rank"] = str(error)
-        _start(run)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            _start(run)
+        found["warned"] = [str(warning.message) for warning in warned]
         found["alone"] = run._session._why_not_restored()
         other = f"rank{1 - run.rank}"
         found["value"] = rpc.rpc_sync(other, _double, (torch.full((3,), float(run.rank)),)).tolist()
@@ -57,6 +61,7 @@ def test_it_starts_on_the_runs_store_and_ends_with_the_run(tmp_path: Path) -> No
         assert f"name=rank{1 - rank}" in found["error"] and "a value is missing" in found["error"]
         # Otherwise a rank that is started again would have an RPC of its own, and the table of a rank twice.
         assert "takes no rank anew" in found["alone"]
+        assert not [text for text in found["warned"] if "You are using a Backend" in text]  # torch's, in each init_rpc
 
 
 def _dies(folder: str) -> None:

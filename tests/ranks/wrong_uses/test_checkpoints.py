@@ -96,6 +96,7 @@ def test_resume_in_the_loop(init):
     [
         ({"epoch": 3}, "epoch is 3, which has no state_dict and load_state_dict; give such objects to run.resume"),
         ({"evenload": nn.Linear(1, 1)}, "the name 'evenload' is reserved; give this state another name"),
+        ({"values": nn.Linear(1, 1)}, "the name 'values' is reserved; give this state another name"),
     ],
 )
 def test_state_that_cannot_be_registered(init, state, told):

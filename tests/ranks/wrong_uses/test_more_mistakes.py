@@ -225,6 +225,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "balance as text": ({"balance": "3:1"}, "such as 24,6,2"),
     "num_workers": ({"num_workers": 4}, "DataLoader(num_workers=4)"),
     "seed as text": ({"seed": "0"}, "expected an integer"),
+    "a timeout without end": ({"timeout_s": 1e30}, "expected seconds, more than 0, at most 1e9"),
+    "dataset_rng": ({"dataset_rng": False}, "expected one of keyed, off"),
+    "a folder with a zero byte": ({"project_dir": "runs\0first"}, "expected a folder"),
     "multi_gpu": ({"multi_gpu": True}, "evenload run -d 0,1 train.py"),
 }
 

@@ -97,6 +97,17 @@ def test_settings_reach_the_workers_from_options_and_file(tmp_path):
     assert str(sorted(expected.items())) in stdout
 
 
+def test_an_output_that_takes_only_ascii_is_written(tmp_path, monkeypatch):
+    """The signs of a report are escaped; before, it ended with a UnicodeEncodeError."""
+    out = tmp_path / "out"
+    with out.open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with pytest.raises(SystemExit):
+            main(["show", "nothere"])
+        print("\u2016\u0394g\u2016", file=sys.stdout)
+    assert out.read_text() == "\\u2016\\u0394g\\u2016\n"
+
+
 def test_a_dry_run_prints_ranks_and_settings_with_their_sources(tmp_path):
     (tmp_path / "run.toml").write_text("precision = 'bf16'\n")
     body = "print('dry', spec.settings['dry_run'])"

@@ -29,7 +29,7 @@ def options_of(command: Any) -> list[Any]:
 def _section(name: str) -> str:
     command = COMMANDS[name].load(name)
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    words = [f"evenload {name}", "[OPTIONS]", *(_metavar(param) for param in arguments)]
+    words = [f"evenload {name}", "[OPTIONS]", *(param.metavar for param in arguments)]
     options = options_of(command)
     rows = [_row(param) for param in options if not param.hidden]
     also = [f"`{opt}`" for param in options if param.hidden for opt in param.opts if "_" not in opt]
@@ -50,14 +50,10 @@ def _section(name: str) -> str:
 
 def _row(param: Any) -> str:
     names = ", ".join(f"`{opt}`" for opt in (*param.opts, *param.secondary_opts))
-    value = "" if param.is_flag else f" {_cell(_metavar(param))}"
+    value = "" if param.is_flag else f" {_cell(param.metavar)}"
     default = getattr(param.default, "value", param.default)
     shown = "" if default in (None, False, "", []) else f" (default: {default})"
     return f"| {names}{value} | {_cell(_one_line(param.help or ''))}{shown} |"
-
-
-def _metavar(param: Any) -> str:
-    return str(param.metavar or param.name.strip("_").upper())
 
 
 def _one_line(text: str) -> str:

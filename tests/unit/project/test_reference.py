@@ -10,12 +10,14 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 import evenload
 import evenload.job
 import evenload.testing
 from evenload import errors
 from evenload.cli.exit_codes import exit_codes
-from evenload.cli.main import COMMANDS
+from evenload.cli.main import COMMANDS, app
 from evenload.records import recorder
 from evenload.records.checkpoints import CHECKPOINT_FOLDER
 from evenload.records.lines import EVENTS_FILE, STEPS_FILE
@@ -143,6 +145,20 @@ def test_every_file_name_in_the_code_is_documented() -> None:
                 if name.fullmatch(text) and not any(fnmatch(text.rpartition("/")[2], pattern) for pattern in listed):
                     found[text] = path.relative_to(SOURCE).as_posix()
     assert {text: where for text, where in found.items() if text not in _TEMPORARY | _OF_LOGGERS} == {}
+
+
+def test_help_has_the_words_of_the_page_of_commands() -> None:
+    """Neither Python's types, as typer shows them by itself, nor brackets around brackets."""
+    page = (DOCS / "commands.md").read_text()
+    for name in COMMANDS:
+        text = CliRunner().invoke(app, [name, "--help"], prog_name="evenload").output
+        (usage,) = re.findall(rf"^evenload {name} .*$", page, flags=re.MULTILINE)
+        assert f"Usage: {usage}\n" in text
+        assert re.findall(r"<[a-z\[\] ]+>", text) == []
+        options = re.findall(r"^  (?:-\w, )?(--[\w-]+) (?![ /])(\S+)", text, flags=re.MULTILINE)
+        shown = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0].replace("\\|", "|")
+        for option, value in options:
+            assert re.search(rf"`{option}`.* {re.escape(value)}", shown), f"{name} {option} {value}"
 
 
 def test_the_ports_page_is_generated() -> None:

@@ -331,12 +331,16 @@ def test_records_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.Capt
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(4096)):
                 pass
+        recorder.settings({"seed": 0})
+        assert not list(folder.glob("*config*"))
         for index in range(1, 60):
             recorder.step(make_step(index))
         filler.unlink()
         recorder.step(make_step(60))
         recorder.close()
         assert [record.step for record in read_steps(folder)] == [*range(61)]
+        (event,) = [event for event in read_events(folder) if event.kind == "settings_not_written"]
+        assert "config.toml ([Errno 28] No space left on device" in event.message
     assert capsys.readouterr().out.count("RECORDS WAIT") == 1
 
 

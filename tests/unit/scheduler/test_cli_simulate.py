@@ -96,7 +96,7 @@ def test_settings_knowledge_and_ticks_change_the_result(jobs: Path, capsys: pyte
         (("-c", "1x2"), "asks for 4 devices; this queue has 2"),
         (("--set", "speed=1"), "there is no such setting"),
         (("--set", "min_run_s"), "expected NAME=VALUE"),
-        (("--set", "min_run_s=soon"), "expected float"),
+        (("--set", "min_run_s=soon"), "min_run_s='soon': expected a number"),
         (("--set", "policy=fifo"), "use --policy fifo"),
         (("--remaining", "guessed"), "expected one of known, unknown, noisy"),
         (("--remaining", "known:1"), "expected known, unknown, history, noisy, or noisy:SIGMA"),

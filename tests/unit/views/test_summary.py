@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from evenload.cli.main import main
 from evenload.cli.show import show
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes
@@ -197,25 +198,30 @@ def test_show_live_of_an_ended_run_shows_its_newest_session_and_ends(folder: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "evenload show: nowhere: expected a run folder, found nothing;"),
+        (["nowhere"], "evenload: error: nowhere: expected a run folder, found nothing;"),
         (["."], "found no events.jsonl or steps.jsonl in it or directly below it"),
         (["newer"], "schema 99, this Evenload reads schema 1"),
         ([".", "--json", "--live"], "--json, --live, --html, --web, --trace and --to are ways to show a run"),
-        (["12", "--web"], "evenload show: 12: expected a run folder, found nothing;"),
+        (["12", "--web"], "evenload: error: 12: expected a run folder, found nothing;"),
         ([".", "page.html"], "page.html: only --html writes to a file"),
         ([".", "--port", "8000"], "--port needs --web"),
         ([".", "--steps", "1:2"], "--steps needs --trace FILE"),
     ],
 )
 def test_wrong_use_ends_with_2_and_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if arguments == ["newer"]:
         (tmp_path / "newer").mkdir()
         (tmp_path / "newer" / "steps.jsonl").write_text('{"schema": 99}\n')
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    with pytest.raises(SystemExit) as ended:
+        main(["show", *arguments])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert message in err and err.count("\n") == 1
+    assert out == ""

@@ -40,8 +40,8 @@ class WeightsAndBiases:
             self._run: Any = self._wandb.init(config=dict(context.settings), **arguments)
         except (self._wandb.errors.UsageError, self._wandb.errors.AuthenticationError, ValueError) as error:
             raise ConfigError(
-                f"W&B cannot open a run: {error}; run `wandb login`, or set the logger option wandb.mode=offline, or remove the "
-                f"logger"
+                f"W&B cannot open a run: {str(error).rstrip('.')}; run `wandb login`, or set the logger option "
+                f"wandb.mode=offline, or remove the logger"
             ) from error
         self.run_id: str = self._run.id
         self.newest_step: int | None = -1

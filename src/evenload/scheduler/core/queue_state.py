@@ -279,7 +279,8 @@ class QueueState:
 
     def _known_device(self, device: str) -> str:
         if device not in self.devices:
-            raise QueueError(f"there is no device {device} in this queue")
+            names = ", ".join(sorted(self.devices)[:8])
+            raise QueueError(f"there is no device {device} in this queue; there are {len(self.devices)}: {names}")
         return device
 
     def _check_devices(self, job: Job, devices: tuple[str, ...], *, may_join: bool = False) -> None:

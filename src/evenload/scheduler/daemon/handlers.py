@@ -176,7 +176,7 @@ class RequestHandlers:
         jobs = [job for name in names if (job := self._own(caller, name)) is not None]
         if not jobs:
             outcomes = self.state.store.queue_state.outcomes
-            ended = ", ".join(f"{name} ({outcomes[name]})" for name in list(names)[:10])
+            ended = ", ".join(f"{name} ({outcomes[name].lower()})" for name in list(names)[:10])
             raise QueueError(f"nothing to do: ended already: {ended}")
         return jobs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,20 @@ def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: st
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which takes the place of `path` once it is complete."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.parent / f".{path.name}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter
+    except ConfigError:
+        raise
+    except Exception as error:  # torch.save raises RuntimeError, and safetensors its own
         raise ConfigError(
             f"the weights can't be written to {path}: {error}; give the path of a file, model.pt"
         ) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _only_model(state: Mapping[str, Any]) -> str:

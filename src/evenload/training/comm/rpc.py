@@ -44,10 +44,7 @@ def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
 
     try:
         options = rpc.TensorPipeRpcBackendOptions(init_method=INIT_METHOD, rpc_timeout=timeout_s)
-        with warnings.catch_warnings():
-            # Of torch's own call in init_rpc.
-            warnings.filterwarnings("ignore", message="You are using a Backend")
-            rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error
 
@@ -84,4 +81,5 @@ def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
             f"init_rpc was called as rank {asked[0]} of {asked[1]}, and this is rank {rank} of {size} of the run; pass "
             "rank=run.rank, world_size=run.world_size"
         )
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own call in init_rpc
     yield PrefixStore("rpc", store), rank, size

@@ -105,7 +105,7 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         raise ConfigError(
             f"-d {text}: "
             + "; ".join([f"there is no GPU {index} here", *host.problems, f"here are: {host.describe()}"])
-            + f" (-d names devices; {max(index, 1)} ranks on the CPU are cpu:{max(index, 1)})"
+            + f" (-d names devices; {f'{index} ranks on the CPU are cpu:{index}' if index > 1 else 'the CPU is cpu'})"
         )
     if kind in ("cuda", "gpu"):
         raise ConfigError(

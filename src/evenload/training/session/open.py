@@ -80,6 +80,8 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
             f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
+    if config.fresh and config.override:
+        raise ConfigError("--override has no effect with --fresh, which resumes nothing; leave one of them out")
     if config.wire != "fp32" and config.strategy not in ("ddp", "local"):
         raise ConfigError(
             f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "

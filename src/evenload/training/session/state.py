@@ -123,8 +123,8 @@ class Saver:
         if self.resumed:
             raise CheckpointError("run.resume was called twice; pass all state in one call")
         for name, value in named.items():
-            if name == "evenload":
-                raise CheckpointError("the name 'evenload' is reserved; give this state another name")
+            if name in ("evenload", "values"):  # load_checkpoint returns those of run.checkpoint as "values"
+                raise CheckpointError(f"the name {name!r} is reserved; give this state another name")
             context.registry.register(name, value)
         context.registry.register(OWN_STATE, self)
         self.resumed = True
