@@ -86,7 +86,7 @@ class CouplingWatch(StepListener):
         self._tries = [0] * _MAX_CALLS
         self._named: set[str | int] = set()
         """Calls of which something was named, and kinds that are named once."""
-        self._first_step, self._due_steps = -1, _LATER
+        self._first_step, self._next_look = -1, 0
         self._loss_fns: dict[int, LossFn] = {}
         """Of this step, by index of the call."""
         self._num_collectives = 0
@@ -106,7 +106,8 @@ class CouplingWatch(StepListener):
         call = step.stats.calls
         if call == 0:
             self._loss_fns = {}
-            self._look_again(step.index)
+            if step.index >= self._next_look:
+                self._look_again(step.index)
         if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
             return
         if call == self._tries[0] == 0 < self._context.groups.world_size - 1:
@@ -119,9 +120,8 @@ class CouplingWatch(StepListener):
     def _look_again(self, step_index: int) -> None:
         if self._first_step < 0:
             self._first_step = step_index
-        elif (num_steps := step_index - self._first_step) >= self._due_steps:
-            self._due_steps = _LATER * num_steps
-            self._tries = [len(_NUM_SAMPLES) if call in self._named else 0 for call in range(_MAX_CALLS)]
+        self._next_look = step_index + max(_LATER, (_LATER - 1) * (step_index - self._first_step))
+        self._tries = [len(_NUM_SAMPLES) if call in self._named else 0 for call in range(_MAX_CALLS)]
 
     def on_gradients(self, step: Step) -> None:
         call = step.stats.calls - 1
