@@ -245,7 +245,7 @@ def ratio_of_sums(model, x, y):
 
 
 WRONG_UNITS = {
-    global_batch_as_weight: "the weight 16 for a few samples and for half of them too",
+    global_batch_as_weight: "the weight 16 for a few samples and for a part of them too",
     over_the_global_batch: "add up to the loss of all of them",
     over_the_global_batch_by_hand: "add up to the loss of all of them",
     over_the_global_batch_with_noise: "add up to the loss of all of them",

@@ -92,7 +92,7 @@ def test_other_samplers_are_drawn_on_rank_0_alone(name: str) -> None:
         assert sum(len(flat(joined(step))) for step in lockstep(ranks)) in (32, 64)
 
 
-def test_it_is_compared_once_and_draws_change_no_state() -> None:
+def test_draws_change_no_generator_and_every_rank_draws_once_an_epoch() -> None:
     samplers = [Own(lambda: torch.randperm(64).tolist()[:32]) for _ in range(2)]
     numbers = iter(samplers)
     ranks = make_ranks(Board((1, 1)), lambda: DataLoader(DATA, 8, sampler=next(numbers)))
@@ -100,7 +100,57 @@ def test_it_is_compared_once_and_draws_change_no_state() -> None:
     for _ in range(2):
         list(lockstep(ranks))
     assert torch.equal(torch.get_rng_state(), before)
-    assert [sampler.num_draws for sampler in samplers] == [2, 0]
+    assert [sampler.num_draws for sampler in samplers] == [2, 2]  # each may count its epochs
+
+
+def test_a_sampler_that_counts_its_epochs_stays_equal() -> None:
+    """Any rank may become rank 0, and must then draw the epoch that follows."""
+
+    def make() -> DataLoader[Any]:
+        own = Own(lambda: range(own.num_draws, 64, 2))
+        return DataLoader(DATA, 8, sampler=own)
+
+    ranks = make_ranks(Board((1, 1)), make)
+    for _ in range(3):
+        list(lockstep(ranks))
+
+
+CHANGED = {
+    "its order": lambda keys, rank: keys.reverse() if rank else None,
+    "much of it": lambda keys, rank: keys.__setitem__(slice(0, 8), keys[7::-1]) if rank else None,
+}
+SAME_ORDER = {
+    "on all ranks": lambda keys, rank: keys.reverse(),
+    "by rounding": lambda keys, rank: keys.__setitem__(slice(0, 2), keys[1::-1]) if rank else None,
+    "at random from now on": lambda keys, rank: keys.append(None) if rank else None,
+}
+
+
+def _changed_after_an_epoch(change: Callable[[list[Any], int], None]) -> None:
+    """Let each rank change the keys of its own sampler after the first epoch, and read the second."""
+    held: list[list[Any]] = []
+
+    def make() -> DataLoader[Any]:
+        keys: list[Any] = list(range(32))
+        held.append(keys)
+        return DataLoader(DATA, 8, sampler=Own(lambda: keys if None not in keys else noisy(0)))
+
+    ranks = make_ranks(Board((1, 1)), make)
+    list(lockstep(ranks))
+    for rank, keys in enumerate(held):
+        change(keys, rank)
+    list(lockstep(ranks))
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_sampler_that_one_rank_changes_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"drew the same samples on all ranks before, and now others on rank 1 \("):
+        _changed_after_an_epoch(CHANGED[name])
+
+
+@pytest.mark.parametrize("name", SAME_ORDER)
+def test_other_changes_of_a_sampler_are_fine(name: str) -> None:
+    _changed_after_an_epoch(SAME_ORDER[name])
 
 
 class Stream(IterableDataset[Any]):

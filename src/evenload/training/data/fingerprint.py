@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import types
 import zlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import astuple, dataclass, fields
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from evenload.training.data import checks
+from evenload.training.data import checks, randomness
 
 _END_VALUES = 1 << 17
 """Values compared at the beginning and at the end of each array."""
@@ -149,6 +150,9 @@ def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
     projection = norm = 0.0
     for part in parts:
         values = part.tensors if isinstance(part, TensorDataset) else list(getattr(part, "__dict__", {}).values())
+        # What the names in its code stand for: a dataset may read from a variable of the script.
+        named = (one for one in randomness.holders(part, 1) if type(one) is types.SimpleNamespace)
+        values = [*values, *(value for one in named for value in vars(one).values())]
         for value in (*values, part):
             if type(value) in (list, tuple) and len(value) == _length(part):
                 plain, floats = _entries([*value[:_END_ITEMS], *value[-_END_ITEMS:]])

@@ -12,7 +12,7 @@ import torch
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.foreign_names import STEP_ELSEWHERE
-from evenload.training.data.batches import MicroBatch, leaves_of, move
+from evenload.training.data.batches import MicroBatch, move, open_container
 from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
 from evenload.training.data.reading import PartialRead
 from evenload.training.data.tuning import ReadSettings
@@ -195,6 +195,17 @@ def _versions(data: Any) -> list[int]:
     """Return the versions of a batch's tensors: a change in place raises them."""
     is_plain = type(data) in (list, tuple) and set(map(type, data)) == {torch.Tensor}
     try:
-        return list(map(_VERSION, data if is_plain else filter(torch.is_tensor, leaves_of(data))))
+        return list(map(_VERSION, data if is_plain else _tensors_of(data)))
     except RuntimeError:  # those of an inference have none
         return []
+
+
+def _tensors_of(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, also those that objects of the script's own hold as attributes."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif (opened := open_container(data)) is not None:
+        for part in opened.parts:
+            yield from _tensors_of(part)
+    else:
+        yield from filter(torch.is_tensor, getattr(data, "__dict__", {}).values())

@@ -37,8 +37,8 @@ MAX_ENDLESS = 10_000_000
 
 BroadcastIntegers = Callable[[Sequence[int] | None], list[int]]
 """Broadcasts rank 0's integers to all ranks; the others pass None."""
-_compared: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
-"""Loaders whose sampler was compared with rank 0's."""
+_agreed: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+"""By loader the newest epoch for which this rank's sampler drew what rank 0's did; -2 after it drew something else."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,7 @@ def _share_order(
         header, keys = _unpack(agree(None))
         if "error" in header:
             raise PeerLostError(f"rank 0 could not draw the order of epoch {epoch}: {header['error']}")
-        if loader not in _compared:
-            _compared.add(loader)
-            _compare(loader, generators, header, keys, seed, epoch, rank)
+        _compare(loader, generators, header, keys, seed, epoch, rank)
         # Any rank can then take over from rank 0, and all cursors are equal.
         randomness.load_generators(generators, header["after"])
     source: torch.Tensor | list[Any] = torch.tensor(keys, dtype=torch.int64)
@@ -270,22 +268,27 @@ def _compare(
     epoch: int,
     rank: int,
 ) -> None:
-    """Raise DataError if this rank would certainly have drawn other samples than rank 0."""
+    """Draw as rank 0 did, with this rank's own sampler; raise DataError if it certainly selects other samples."""
     firsts = keys if header["keys"] is None else header["keys"]
-    if len(firsts) > MAX_COMPARED:
+    last = _agreed.get(loader, -1)
+    agreed_before = 0 <= last >= epoch - 1  # a rank that was away for an epoch may have missed a change
+    if len(firsts) > MAX_COMPARED or not (agreed_before or loader not in _agreed):
         return
+    sampler = _sampler_of(loader)
+    before = copy.copy(sampler)
+    # The first draw changes the sampler, as on rank 0: it may count its epochs.
+    samplers = itertools.chain([sampler], iter(lambda: copy.copy(before), None))
 
     def draw() -> list[Any]:
-        sampler = copy.copy(_sampler_of(loader))  # counters of its own stay as they are
         randomness.load_generators(generators, header["before"])
         with randomness.forked():
             randomness.reseed(randomness.mix(seed, epoch, randomness.DRAW))
             if checks.has_plain_batches(loader):
-                return list(itertools.islice(sampler, len(firsts) + 1))
-            batches = itertools.islice(sampler, len(header["lengths"]) + 1)
+                return list(itertools.islice(next(samplers), len(firsts) + 1))
+            batches = itertools.islice(next(samplers), len(header["lengths"]) + 1)
             return list(itertools.chain.from_iterable(batches))
 
-    check_sampler(_sampler_of(loader), rank, firsts, draw)
+    _agreed[loader] = epoch if check_sampler(sampler, rank, firsts, draw, agreed_before=agreed_before) else -2
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:

@@ -27,6 +27,8 @@ _NUM_DRAWS = 3
 _MOST_SHARED = 0.05
 """Largest part of their keys that the shards of two ranks have in common: some are padded to equal length. With more in common,
 each rank drew a random subset of its own, which is fine: rank 0's is used on all ranks."""
+_MOST_ROUNDED = 0.1
+"""Largest part of the keys that differ where unlike devices round the weights of a sampler differently."""
 _NUM_SHOWN = 4
 _NUM_SAMPLES, _NUM_VALUES = 8, 4096
 """Samples of a stream that are compared, and values of each array in them."""
@@ -35,40 +37,57 @@ _SAME = 0.05
 """Distance of the projections of two rows of norm 1 that counts as rounding: unlike machines decode images differently."""
 
 
-def check_sampler(sampler: Any, rank: int, firsts: Sequence[Any], draw: Callable[[], Sequence[Any]]) -> None:
-    """Raise DataError if this rank's sampler certainly selects other samples than rank 0's.
+def check_sampler(
+    sampler: Any, rank: int, firsts: Sequence[Any], draw: Callable[[], Sequence[Any]], *, agreed_before: bool = False
+) -> bool:
+    """Return whether this rank's sampler draws as rank 0's; DataError if it certainly selects other samples.
 
     Args:
         sampler: named in the error.
         rank: this rank, not 0.
         firsts: the keys that rank 0 drew.
         draw: draws this rank's keys; each time from the states of generators that rank 0 drew from.
+        agreed_before: it drew as rank 0's for the epoch before, so only a change of its state explains a difference.
     """
-    own: Sequence[Any] = ()
+    agrees = is_certain = False
     # Code of the user's that fails on this rank alone, and keys that can't be compared, show nothing.
     with suppress(Exception):
-        own = _other_keys(firsts, draw)
-    if own:
+        own = draw()
+        if own == firsts:
+            return True  # as nearly always, and fast
+        agrees, is_certain = _compare_keys(own, firsts, draw, agreed_before)
+    if not is_certain:
+        return agrees
+    name, shown, first = type(sampler).__qualname__, _shown(own), _shown(firsts)
+    if agreed_before:
         raise DataError(
-            f"{type(sampler).__qualname__} selects other samples on rank {rank} ({_shown(own)}) than on rank 0 "
-            f"({_shown(firsts)}): it depends on the rank, or on something drawn before evenload.init. Those of rank 0 would "
-            "be used on all ranks, the rest never. Evenload splits each global batch over the ranks itself: "
-            "remove the sampler and set shuffle=True, or give every rank the same sampler, over the whole dataset"
+            f"{name} drew the same samples on all ranks before, and now others on rank {rank} ({shown}) than on rank 0 "
+            f"({first}): something on one rank alone changed it, such as losses that loss_fn found for its own part of each "
+            "batch. Those of rank 0 would count for all data. Change it in the loop body from what all ranks know "
+            "(docs/data-loading.md#a-sampler-whose-weights-follow-the-losses)"
         )
+    raise DataError(
+        f"{name} selects other samples on rank {rank} ({shown}) than on rank 0 ({first}): it depends on the rank, or on "
+        "something drawn before evenload.init. Those of rank 0 would be used on all ranks, the rest never. Evenload splits "
+        "each global batch over the ranks itself: remove the sampler and set shuffle=True, or give every rank the same "
+        "sampler, over the whole dataset"
+    )
 
 
-def _other_keys(firsts: Sequence[Any], draw: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Return this rank's keys if they are nearly all others than rank 0's, and the same at each draw; else nothing."""
-    own = draw()
-    if own == firsts:
-        return ()  # as nearly always, and fast
+def _compare_keys(
+    own: Sequence[Any], firsts: Sequence[Any], draw: Callable[[], Sequence[Any]], agreed_before: bool
+) -> tuple[bool, bool]:
+    """Return whether keys are nearly those of rank 0, and whether they certainly are not (the same at each draw)."""
+    num_others = sum(_plain(a) != _plain(b) for a, b in zip(own, firsts, strict=False)) + abs(len(own) - len(firsts))
+    if num_others <= _MOST_ROUNDED * len(firsts):
+        return True, False
     selected = _comparable(own)
-    mine, others = set(selected), set(_comparable(firsts))
-    if len(mine & others) > _MOST_SHARED * min(len(mine), len(others)):
-        return ()
-    if any(_comparable(draw()) != selected for _ in range(_NUM_DRAWS)):
-        return ()
-    return own
+    if not agreed_before:
+        mine, others = set(selected), set(_comparable(firsts))
+        if len(mine & others) > _MOST_SHARED * min(len(mine), len(others)):
+            return False, False
+        return False, all(_comparable(draw()) == selected for _ in range(_NUM_DRAWS))
+    return False, all(list(draw()) == list(own) for _ in range(_NUM_DRAWS))
 
 
 def _comparable(keys: Iterable[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """`CouplingWatch`: names a loss that couples the samples of its batch, or is no mean over its units, in a run's first steps.
 
-At the end of a loop body, rank 0 computes a few samples of its share once more, whole and in two halves, and compares the
+At the end of a loop body, rank 0 computes a few samples of its share once more, whole and in two parts, and compares the
 gradients of some parameters (parts.py). That costs two small forwards and backwards, once; dropout is off, BatchNorm as in
 evaluation, and random numbers are those of each sample. Nothing of the run changes: gradients, generators and buffers are
 restored, and the time counts for no step.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +32,16 @@ from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
 from evenload.training.data.batches import leaves_of
 from evenload.training.data.randomness import find_generators, holders, save_generators
-from evenload.training.data.rows import cut_rows
+from evenload.training.data.rows import NoRowsError, cut_rows
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 from evenload.training.verify import wrong_units as wrong
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.findings import TOLERANCES
+from evenload.training.verify.loss_state import state_put_back, takes_from_an_iterator
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
-from evenload.training.verify.random_draws import OwnState, SharedDraws
+from evenload.training.verify.random_draws import HALF, OwnState, SharedDraws
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
 from evenload.training.verify.sides import Gradient, without_dropout
 from evenload.training.verify.wrong_units import describe_state, describe_wrong_units, difference
@@ -47,6 +49,8 @@ from evenload.training.verify.wrong_units import describe_state, describe_wrong_
 _LEAST_SAMPLES = 4
 _NUM_SAMPLES = (8, 16, 32)
 """Samples of each try; another follows where one shows nothing (no gradient, an error in a small batch)."""
+_LATER = 4
+"""The next look is after this many times as many steps: a term of the loss may begin later."""
 _MAX_CALLS = 4
 """Calls of step.backward in a step that are looked at."""
 _MAX_ELEMENTS = 1 << 20
@@ -55,17 +59,34 @@ _OWN_GENERATOR = (
     "loss_fn draws from a generator of the script's own: unless seeded by rank, each rank draws the same numbers from it, for "
     "other samples. Draw from torch, numpy.random or random themselves, which are seeded for each step and rank"
 )
-_HALF = (torch.float16, torch.bfloat16)
+_OWN_SEED = (
+    "loss_fn seeds the generators itself: each rank and each micro-batch draws the same numbers, for other samples. Leave "
+    "torch.manual_seed, numpy.random.seed and random.seed out of it: they are seeded for each step, rank and micro-batch"
+)
+_ITERATOR = (
+    "loss_fn takes from an iterator: each call takes the next of it, on each device and for each micro-batch. Take it in the "
+    "loop body, before step.backward, or prepare both loaders together: run.prepare(model, (loader, other))"
+)
+_UNEQUAL_READS = (
+    "the dataset gave other values when the same sample was read again: it keeps state that reading changes (a counter, an "
+    "array changed in place), which is that of each rank's own samples, or draws from generators that are not seeded (torch's, "
+    "numpy.random and random are). Results depend on the split, and a step that is done again has other samples"
+)
+_SINGLE, _DOUBLE = 1e-6, 1e-7
+"""‖Δg‖/‖g‖ that counts as rounding where all is float32 on a CPU, and of float64, inside of which a kernel may use float32."""
 Finding = tuple[str, str]  # kind and message of an event; both empty where nothing is wrong
 
 
 class CouplingWatch(StepListener):
-    """Looks at each call of `step.backward` until it has found out, at most in as many steps as there are tries."""
+    """Looks at each call of `step.backward` until it has found out, and again ever more rarely until something is wrong."""
 
     def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
         self._context = context
         self._models = models
         self._tries = [0] * _MAX_CALLS
+        self._named: set[str | int] = set()
+        """Calls of which something was named, and kinds that are named once."""
+        self._first_step, self._next_look = -1, 0
         self._loss_fns: dict[int, LossFn] = {}
         """Of this step, by index of the call."""
         self._num_collectives = 0
@@ -85,6 +106,8 @@ class CouplingWatch(StepListener):
         call = step.stats.calls
         if call == 0:
             self._loss_fns = {}
+            if step.index >= self._next_look:
+                self._look_again(step.index)
         if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
             return
         if call == self._tries[0] == 0 < self._context.groups.world_size - 1:
@@ -94,10 +117,17 @@ class CouplingWatch(StepListener):
             self._loss_fns[call] = loss_fn
             self._num_collectives = user_collectives(self._own_groups())
 
+    def _look_again(self, step_index: int) -> None:
+        if self._first_step < 0:
+            self._first_step = step_index
+        self._next_look = step_index + max(_LATER, (_LATER - 1) * (step_index - self._first_step))
+        self._tries = [len(_NUM_SAMPLES) if call in self._named else 0 for call in range(_MAX_CALLS)]
+
     def on_gradients(self, step: Step) -> None:
         call = step.stats.calls - 1
         (own, before), self._own = self._own, ([], ())
-        if save_generators(own) != before:
+        if save_generators(own) != before and "own_generator" not in self._named:
+            self._named.add("own_generator")
             self._context.recorder.event("own_generator", _OWN_GENERATOR, step=step.index)
         if call in self._loss_fns and user_collectives(self._own_groups()) != self._num_collectives:
             # Collectives of its own would wait for the other ranks.
@@ -112,13 +142,14 @@ class CouplingWatch(StepListener):
             self._tries[call] += 1
             looked = None
             # The user's code may raise anything in a batch of another size, or in a graph of its own: this shows nothing then.
-            with contextlib.suppress(Exception), self._set_aside():
+            with contextlib.suppress(Exception), self._set_aside(step, loss_fn):
                 looked = self._in_replica(functools.partial(self._look, step, loss_fn, call, num_samples))
             if looked is None:
                 continue
             self._tries[call] = len(_NUM_SAMPLES)
             kind, message = looked
             if kind:
+                self._named.add(call)
                 self._context.recorder.event(kind, message, step=step.index)
 
     def _in_replica(self, work: Callable[[], Finding | None]) -> Finding | None:
@@ -128,35 +159,48 @@ class CouplingWatch(StepListener):
 
     def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> Finding | None:
         """Return what is wrong with the loss; None if the samples show nothing."""
+        if takes_from_an_iterator(loss_fn):  # calls beside the training would use it up
+            return "kept_state", _ITERATOR
         read = self._read(step, num_samples)
         # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
         if read is None or any(getattr(module, "running_mean", 0) is None for _, module in batch_norms(self._models)):
             return None
         data, num_read, first = read
+        has_rows = _has_rows(data, num_read)
         num = min(num_read, num_samples)
         quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
         # A change of others is no state unless a later call shows it: `_set_aside` restores those.
-        named, buffers = False, BufferGuard(self._models, persistent_only=True)
+        named, is_half, buffers = False, False, BufferGuard(self._models, persistent_only=True)
         set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
+        per_sample: list[float] = []
+        metrics: list[dict[str, float]] = []
 
         def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
-            nonlocal named
-            part = step.batch.read(first + low, first + high) if anew else cut_rows(data, low, high, num_read)
+            nonlocal named, is_half
+            # What collate_fn makes of each part: of a batch without rows, such as one of graphs, nothing can be cut out.
+            is_cut = has_rows and not anew
+            part = cut_rows(data, low, high, num_read) if is_cut else step.batch.read(first + low, first + high)
             key = (self._context.config.seed + shift, step.index, call)
             randomness.seed_all(device, *key)
             buffers.save()
             try:
-                with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
+                with SharedDraws(low, high - low, num, OwnState(device, *key, 1)) as drawn:
                     result = read_result(quiet(part))
+                is_half = is_half or drawn.saw_half
                 if len(set_in_calls) < 3:
                     set_in_calls.append(buffers.changed())
                 buffers.forget()
                 named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
-                grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
+                units = float(high - low if result.weight is None else result.weight)
+                metrics.append({name: float(value) for name, value in result.metrics.items()})
+                # As in the step, for hooks and functions that clamp the gradient of a sample.
+                per_sample.append(units / num or 1.0)
+                scale = units / (per_sample[0] * step.batch.num_samples) or 1.0
+                grads = torch.autograd.grad(result.loss * scale, params, allow_unused=True) if gradients else ()
             finally:
                 buffers.restore()
-            units = float(high - low if result.weight is None else result.weight)
-            return Gradient(list(grads), float(result.loss.detach()), units, result.weight is not None)
+            values: list[torch.Tensor | None] = [None if grad is None else grad / scale for grad in grads]
+            return Gradient(values, float(result.loss.detach()), units, result.weight is not None)
 
         def draws() -> bool:
             """Return True if random numbers of loss_fn are not those of each sample (mixup)."""
@@ -165,17 +209,30 @@ class CouplingWatch(StepListener):
             randomness.seed_all(device, self._context.config.seed, step.index, call)
             return drew != _probe(device)
 
-        whole, spans = compute(0, num), ((0, num // 2), (num // 2, num))
+        # Of unequal size: what goes up and down by turns along the samples may be equal in two halves.
+        cut = num * 5 // 8
+        whole, spans = compute(0, num), ((0, cut), (cut, num))
         if not math.isfinite(whole.loss) or not whole.norm() or not math.isfinite(whole.norm()):
             return None
+        after = _probe(device)
         parts = [compute(low, high) for low, high in spans]
+        if step.batch.plan.num_micro > 1 or self._context.num_sharing > 1:
+            compute(0, num, 1, gradients=False)
+            if any(map(operator.eq, after, _probe(device))):
+                return "own_generator", _OWN_SEED
         if not any(part.units and math.isfinite(part.loss) for part in parts):
             return None
-        is_half = any(p.dtype in _HALF for p in params)
-        tolerance = TOLERANCES["bfloat16" if is_half else "float32"]
+        dtypes = {p.dtype for p in params}
+        tolerance = TOLERANCES["bfloat16" if dtypes.intersection(HALF) else "float32"]
         if state := describe_state(whole, compute(0, num), set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
         found = fit_parts(whole, parts, tolerance)
+        rounds = is_half or (device.type != "cpu" and torch.float32 in dtypes)  # TF32 on a GPU
+        if not (rounds or found.kind == "coupled" or describe_wrong_units(whole, parts, found, is_random=False)):
+            # Where the gradients of the parts nearly cancel out, rounding is a larger part of the whole.
+            cancelled = max(1.0, max(part.norm() for part in parts) / whole.norm())
+            fine = fit_parts(whole, parts, (_SINGLE if torch.float32 in dtypes else _DOUBLE) * cancelled**2)
+            found = fine if fine.kind == "coupled" else found
         if found.kind == "coupled":
             if draws():
                 # Then only the mean over many shows it.
@@ -187,7 +244,7 @@ class CouplingWatch(StepListener):
             return self._coupled(step, found)
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
         if not wrong_units or named:
-            for (low, high), part in zip(spans, parts, strict=True):
+            for (low, high), part in zip(spans, parts, strict=True) if has_rows else ():
                 anew = step.batch.read(first + low, first + high)
                 if not _differs_in_padding(anew, cut_rows(data, low, high, num_read)):
                     continue
@@ -199,7 +256,9 @@ class CouplingWatch(StepListener):
                         "padding",
                         f"{wrong.PADDING} {gap:.1%}. {self._effect(step, wrong.PADDED_ALONE)}. {wrong.PADDING_FIX}",
                     )
-            return "", ""
+            if (message := wrong.describe_metrics(whole, parts, metrics)) and not draws():
+                return "metric_units", message
+            return ("unequal_reads", _UNEQUAL_READS) if self._reads_differ(step, first) else ("", "")
         # A collate_fn may count the units of its batch, and then those of a part are no rows of it.
         whole, *parts = (compute(low, high, anew=True) for low, high in ((0, num), *spans))
         again = fit_parts(whole, parts, tolerance)
@@ -214,13 +273,24 @@ class CouplingWatch(StepListener):
             return None  # of a tuple of loaders a sample is none of one batch
         sizes = [plan.micro[0][rank] for rank in range(len(plan.shares))]
         own = max(range(len(sizes)), key=sizes.__getitem__) if self._context.groups.world_size == 1 else 0
-        if sizes[own] >= _LEAST_SAMPLES:
+        is_stream = checks.is_stream(step.loader.user_loader)
+        # After an error, which may come from few samples, those of other ranks too.
+        wanted = _LEAST_SAMPLES if num_samples == _NUM_SAMPLES[0] or is_stream else min(num_samples, sum(sizes))
+        if sizes[own] >= wanted:
             return batch.micro(0, own, self._context.device).data, sizes[own], plan.slice_of(0, own)[0]
         low, high = plan.slice_of(0)
         high = min(high, low + num_samples)
-        if high - low < _LEAST_SAMPLES or checks.is_stream(step.loader.user_loader):
+        if high - low < _LEAST_SAMPLES or is_stream:
             return None
         return batch.read(low, high), high - low, low
+
+    def _reads_differ(self, step: Step, position: int) -> bool:
+        """Return whether a sample read twice has other values; its random numbers are the same each time."""
+        if self._context.config.dataset_rng == "off":
+            return False
+        pairs = zip(*(leaves_of(step.batch.read(position, position + 1)) for _ in range(2)), strict=True)
+        both = [(a.nan_to_num(), b.nan_to_num()) for a, b in pairs if torch.is_tensor(a) and torch.is_tensor(b)]
+        return any(not torch.equal(a, b) for a, b in both)
 
     def _params(self) -> list[nn.Parameter]:
         """Return parameters whose gradients are compared: the smallest ones, which are those of all layers."""
@@ -235,9 +305,11 @@ class CouplingWatch(StepListener):
         return chosen
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _set_aside(self, step: Step, loss_fn: LossFn) -> Iterator[None]:
         context, models = self._context, self._models
+        loader = step.loader.user_loader
         with contextlib.ExitStack() as stack:
+            stack.enter_context(state_put_back(models, loss_fn, loader.dataset, loader.collate_fn))
             others = randomness.other_gpus(models, context.device)
             stack.enter_context(randomness.set_aside(context.device, others))
             stack.enter_context(buffers_restored(models))
@@ -252,8 +324,8 @@ class CouplingWatch(StepListener):
     def _coupled(self, step: Step, found: PartsFit) -> Finding:
         effect = self._effect(step, "Each device's micro-batch is compared within itself alone")
         return "coupled_loss", (
-            "loss_fn couples the samples of its batch (contrastive, in-batch negatives, a statistic of the batch): two halves "
-            f"of a few samples differ from the whole by {found.misfit:.0%}, whatever their weights. {effect}. To make it "
+            "loss_fn couples the samples of its batch (contrastive, in-batch negatives, a statistic of the batch): two parts "
+            f"of a few samples differ from the whole by {100 * found.misfit:.2g} %, whatever their weights. {effect}. To make it "
             f"exact, {COUPLED_FIX}"
         )
 
@@ -274,6 +346,14 @@ def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for param, grad in held:
             param.grad = grad
+
+
+def _has_rows(data: Any, num_samples: int) -> bool:
+    try:
+        cut_rows(data, 0, 1, num_samples)
+    except NoRowsError:
+        return False
+    return True
 
 
 def _differs_in_padding(anew: Any, cut: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from evenload.training.compute import randomness
 
+HALF = (torch.float16, torch.bfloat16)
 _SIZED = (torch.rand, torch.randn, torch.randint)
 _LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 _FILLING = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.bernoulli_)
@@ -45,6 +46,8 @@ class SharedDraws(TorchFunctionMode):
         """`apart` holds the generators that these draws use; others, which belong to no sample, leave it as it is."""
         super().__init__()
         self._low, self._num, self._num_whole = low, num, num_whole
+        self.saw_half = False
+        """True if something was computed in float16 or bfloat16."""
         self._apart = contextlib.nullcontext if apart is None else apart.used
 
     def __torch_function__(
@@ -68,7 +71,9 @@ class SharedDraws(TorchFunctionMode):
             with torch.no_grad(), self._apart():
                 func(whole, *args[1:], **kwargs)
                 return target.copy_(self._cut(whole, target.shape[0]))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.saw_half = self.saw_half or (isinstance(result, torch.Tensor) and result.dtype in HALF)
+        return result
 
     def _sized(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bounds: tuple[Any, ...] = ()
