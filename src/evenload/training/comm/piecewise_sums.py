@@ -33,6 +33,7 @@ class PiecewiseSum:
     def end(self, error: Exception | None = None) -> None:
         """End the waits, with an error if there is one."""
         self._error = error
+        del self.vector  # who looks for holders of the memory of gradients must not find this object
         self._has_ended.set()
 
     def wait(self) -> None:
