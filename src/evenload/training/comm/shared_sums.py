@@ -35,7 +35,7 @@ class SmallSum:
     def __init__(self, channel: SharedChannel, tensor: torch.Tensor) -> None:
         self._channel = channel
         self.tensor: torch.Tensor | None = tensor
-        """None once it has ended: who looks for holders of the memory of gradients must not find this object."""
+        """None once it has ended: nothing but a step holds the memory of its gradients."""
         self._lock = threading.Lock()
 
     def wait(self) -> None:
