@@ -10,7 +10,9 @@ a machine so busy that it takes 20, and there its seconds show the ranks least o
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import deque
 from dataclasses import replace
 from statistics import fmean
@@ -48,7 +50,7 @@ class StepBlocks:
             self._steps.clear()
         self._steps.append(step)
         # The wait for a rank may be counted in the step after its own.
-        longest_s = max(step.whole_s, *(time_s for time_s in step.seconds if time_s is not None))
+        longest_s = max(step.whole_s, *filter(None, step.seconds))
         self._recent_s.append(max(longest_s - step.delay_s, BLOCK_S / _MOST_STEPS))
         self._num_seen += 1
         if len(self._steps) < self._size:
@@ -65,7 +67,7 @@ class StepBlocks:
 
 
 def _split_of(step: Observation) -> tuple[object, ...]:
-    return step.shares, step.num_micro, tuple(time_s is None for time_s in step.seconds)
+    return step.shares, step.num_micro, tuple(map(operator.is_, step.seconds, itertools.repeat(None)))
 
 
 def _merged(steps: list[Observation]) -> Observation:

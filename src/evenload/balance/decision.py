@@ -42,10 +42,10 @@ class Observation:
         """True if all ranks with samples, and rank 0, have seconds."""
         if self.seconds[0] is None:
             return False
-        return all(
-            0 < time_s < math.inf if time_s is not None else not share
-            for share, time_s in zip(self.shares, self.seconds, strict=True)
-        )
+        for share, time_s in zip(self.shares, self.seconds, strict=True):
+            if not 0 < time_s < math.inf if time_s is not None else share:
+                return False
+        return True
 
     @property
     def first_step(self) -> int:

@@ -92,7 +92,7 @@ class StepPlan:
         """Progress of the job after the step."""
         return self.of or StepProgress(self.step + 1, self.start + self.num_samples, self.num_samples)
 
-    @property
+    @cached_property
     def num_micro(self) -> int:
         return len(self.micro)
 

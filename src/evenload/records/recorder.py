@@ -111,11 +111,12 @@ class Recorder:
         with self._lock:
             # Steps of a measurement take no metrics.
             self._steps.write(lines.step_line(record, record.metrics if record.arm else self._all_metrics(record)))
-            if not record.arm:
+            if self._pending_media and not record.arm:
                 self._write_media(record.step)
             for thread in self._logger_threads:
                 thread.wake()
-            self._show(record)
+            if self._console is not None:
+                self._show(record)
 
     def own_steps(self, steps: Sequence[OwnStep]) -> None:
         """Do what `step` does for committed steps of a rank alone, in one append."""

@@ -123,3 +123,18 @@ def test_the_first_rank_that_computes_joins_the_others() -> None:
     assert split_ranks((0, 1, 2, 3), (1, 2)) == ((1, 2), (0, 1, 3))
     assert split_ranks((0, 2, 3), (1, 2)) == ((2,), (0, 2, 3))
     assert split_ranks((1, 2), (1, 2)) == split_ranks((0, 3), (1, 2)) == split_ranks((0, 1), ()) == ((), ())
+
+
+def _holders_after_a_sum() -> tuple[int, int]:
+    """Return the number of tensors on the memory of a vector, before and after it is summed."""
+    groups, vector = _groups(), torch.ones(100)
+    before = torch._C._storage_Use_Count(vector.untyped_storage()._cdata)
+    groups.sum_async(vector).wait()
+    time.sleep(0.2)  # the thread has ended what it did
+    return before, torch._C._storage_Use_Count(vector.untyped_storage()._cdata)
+
+
+def test_a_sum_that_has_ended_holds_no_memory_of_gradients() -> None:
+    # A bucket that seems to be held takes other memory in each step.
+    found = run_ranks(_holders_after_a_sum, 3, inner_backend=lambda rank: "gloo" if rank < 2 else "")
+    assert all(before == after for before, after in found)

@@ -30,15 +30,14 @@ class ProcessorDelay:
             self._file = -1
         else:
             weakref.finalize(self, os.close, self._file)
-        self._last_ns = self._read_ns()
+        self._last_ns = 0
+        self.take_s()
 
     def take_s(self) -> float:
         """Return the seconds since the last call."""
-        before_ns, self._last_ns = self._last_ns, self._read_ns()
+        before_ns = self._last_ns
+        self._last_ns = int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
         return (self._last_ns - before_ns) / 1e9
-
-    def _read_ns(self) -> int:
-        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
 
 
 class UnreadTimes:

@@ -185,11 +185,13 @@ class Control:
             LaunchError: the script destroyed the process groups.
             PeerLostError: a rank is gone.
         """
+        if self.guard is None:
+            return self._exchange_table(operation, values)
         return self.guarded(lambda: self._exchange_table(operation, values))
 
     def _exchange_table(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64]:
         self.check_open(operation)
-        if self.is_alone:
+        if self._groups.control is None:
             return np.array([values], dtype=np.float64)
         rounds = max(1, -(-len(values) // CAPACITY))
         head = [float(operation), *map(float, self._position), float(len(values))]
@@ -276,7 +278,7 @@ class Control:
 
     def check_open(self, operation: Operation) -> None:
         """Raise StepError or LaunchError if the run is over, or the ranks are apart."""
-        if operation not in (Operation.CLOSE, Operation.BEGIN):
+        if self.meets_later is not None and operation not in (Operation.CLOSE, Operation.BEGIN):
             self.meet()
         if self.apart and operation in _TOGETHER:
             raise StepError(

@@ -81,13 +81,17 @@ class HierarchicalSum:
             self._thread.join(_END_WAIT_S)
 
     def _run(self) -> None:
-        while (leaders := self._sums.get()) is not None and self.outer is not None:
-            try:
-                values = leaders.load(self._stream(leaders.tensor.device))
-                if not self._is_closed:
-                    leaders.exchanged.follow(dist.all_reduce(values, group=self.outer, async_op=True))
-            except Exception as error:  # whatever it is, it belongs to the thread that waits
-                leaders.exchanged.fail(error)
+        while (leaders := self._sums.get()) is not None:
+            self._exchange(leaders)
+            del leaders  # nothing but a step holds the memory of its gradients
+
+    def _exchange(self, leaders: _LeadersSum) -> None:
+        try:
+            values = leaders.load(self._stream(leaders.tensor.device))
+            if not self._is_closed:
+                leaders.exchanged.follow(dist.all_reduce(values, group=self.outer, async_op=True))
+        except Exception as error:  # whatever it is, it belongs to the thread that waits
+            leaders.exchanged.fail(error)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":

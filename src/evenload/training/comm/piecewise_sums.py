@@ -33,6 +33,7 @@ class PiecewiseSum:
     def end(self, error: Exception | None = None) -> None:
         """End the waits, with an error if there is one."""
         self._error = error
+        del self.vector  # nothing but a step holds the memory of its gradients
         self._has_ended.set()
 
     def wait(self) -> None:

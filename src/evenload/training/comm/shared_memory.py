@@ -74,15 +74,15 @@ class ChannelLayout:
     num_writers: int
     row_bytes: int
 
-    @property
+    @functools.cached_property
     def buffer_bytes(self) -> int:
         return self.num_writers * self.slot_bytes
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         return LINE + -(-self.row_bytes // LINE) * LINE
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return self.num_writers * LINE + 2 * self.buffer_bytes
 
@@ -245,7 +245,8 @@ class SharedChannel:
         start = self._begin()
         slot_bytes = self._layout.slot_bytes
         code.pack_into(self._memory, start + self._segment.index * slot_bytes + LINE, *row)
-        self._exchange(start, code.size)
+        self._write_number(start, code.size)
+        self._await_others(start, code.size)
         shape = self._layout.num_writers, len(row)
         return np.ndarray(shape, np.float64, self._memory, start + LINE, (slot_bytes, 8)).copy()
 
@@ -321,7 +322,8 @@ class SharedChannel:
 
     def _begin(self) -> int:
         """Begin an exchange and return the offset of its buffer. Where the last one was cut off, a peer may still read that."""
-        self._segment.check_aborted()
+        if self._words[_ABORTED_BY]:
+            self._segment.check_aborted()
         if self._unfinished:
             raise PeerLostError("an exchange before this one was interrupted")
         self._unfinished = True

@@ -33,20 +33,21 @@ class SmallSum:
     """A sum of small vectors in progress."""
 
     def __init__(self, channel: SharedChannel, tensor: torch.Tensor) -> None:
-        self._channel, self._tensor = channel, tensor
+        self._channel = channel
+        self.tensor: torch.Tensor | None = tensor
+        """None once it has ended: nothing but a step holds the memory of its gradients."""
         self._lock = threading.Lock()
-        self._has_ended = False
 
     def wait(self) -> None:
         """Wait until all ranks have begun it, and add up their parts, in place; PeerLostError if a rank is gone."""
         with self._lock:
-            if self._has_ended:
+            if self.tensor is None:
                 return
             try:
-                self._channel.end_sum(self._tensor)
+                self._channel.end_sum(self.tensor)
             except TimeoutError as error:
                 raise PeerLostError(f"a sum of gradients: {error}") from error
-            self._has_ended = True
+            self.tensor = None
 
 
 SharedSum = SmallSum | PiecewiseSum
@@ -75,7 +76,7 @@ class SharedSums:
         if vector.numel() * vector.element_size() > self._most_bytes or index == len(self._channels):
             return self._piecewise.begin(vector) if self._piecewise is not None else None
         self._num_begun += 1
-        if (before := self._last[index]) is not None:
+        if (before := self._last[index]) is not None and before.tensor is not None:
             before.wait()  # all ranks have begun it; this one gave up the attempt
         channel = self._channels[index]
         channel.begin_sum(vector)

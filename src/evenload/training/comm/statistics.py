@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from evenload.training.comm.pending import Pending
 from evenload.training.comm.shared_memory import SharedChannel
 
 StatisticsGroup = dist.ProcessGroup | SharedChannel
+_FAILURES = (RuntimeError, TimeoutError, PeerLostError)
 
 
 def sum_in(group: StatisticsGroup, tensor: torch.Tensor, begin: Callable[[dist.Work | None, bool], Pending]) -> None:
@@ -25,7 +26,7 @@ def sum_in(group: StatisticsGroup, tensor: torch.Tensor, begin: Callable[[dist.W
         CollectiveAbortedError: another rank has left the exchange.
         DesyncError: the ranks exchange different numbers of values.
     """
-    with _errors("BatchNorm's statistics could not be summed"):
+    try:
         if not isinstance(group, SharedChannel):
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
             begin(work, tensor.device.type == "cpu").wait()
@@ -34,24 +35,24 @@ def sum_in(group: StatisticsGroup, tensor: torch.Tensor, begin: Callable[[dist.W
         else:  # a GPU among CPU ranks
             group.sum(on_cpu := tensor.cpu())
             tensor.copy_(on_cpu)
+    except _FAILURES as error:
+        _raise(error, "BatchNorm's statistics could not be summed")
 
 
 def gather_in(
     group: StatisticsGroup, own: torch.Tensor, gather_of: Callable[[dist.ProcessGroup], Gather]
 ) -> torch.Tensor:
     """Gather vectors over the group, shape ``(num_ranks, len(own))``; errors as in `sum_in`."""
-    with _errors("BatchNorm's statistics could not be gathered"):
+    try:
         if isinstance(group, SharedChannel):
             return group.gather(own.cpu()).to(own.device)
         return gather_of(group)(own)
+    except _FAILURES as error:
+        _raise(error, "BatchNorm's statistics could not be gathered")
 
 
-@contextlib.contextmanager
-def _errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except DesyncError:
-        raise
-    except (RuntimeError, TimeoutError, PeerLostError) as error:
-        check_setup(error, what)
-        raise CollectiveAbortedError(f"{what}: {error}") from error
+def _raise(error: Exception, what: str) -> NoReturn:
+    if isinstance(error, DesyncError):
+        raise error
+    check_setup(error, what)
+    raise CollectiveAbortedError(f"{what}: {error}") from error

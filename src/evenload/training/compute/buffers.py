@@ -63,8 +63,9 @@ class BufferGuard:
         """Note which buffers the attempt changed. The copies stay until the next `save`: its gradients may never be used."""
         if self._changing is None:
             self._changing = set()
-        if self._saved:
-            self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
+        for saved in self._saved:
+            if (place := (saved.module, saved.name)) not in self._changing and saved.changed:
+                self._changing.add(place)
 
     def changed(self) -> list[tuple[str, torch.Tensor]]:
         """Return the names and copies of the buffers that have changed since the last `save`."""

@@ -22,6 +22,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -36,6 +37,7 @@ _DEVICE_BLOCK_BYTES = 8192 * _ROW_BYTES
 _SMALL_VALUES, _MOST_JOINED = 1 << 12, 1 << 10
 """So many tensors of so many values are joined: six small calls for each would take longer than the sum."""
 _SKETCH_VALUES = 1 << 20
+_KIND_OF = attrgetter("dtype", "device", "is_quantized")
 
 
 def _signed(value: int) -> int:
@@ -159,16 +161,16 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Return the bytes of all tensors in order, those of small neighbours of one kind in one piece, made by one call."""
-    for (_, _, is_small), group in itertools.groupby(tensors, key=_kind_of):
-        if not is_small:
+    tensors = list(tensors)
+    sizes = map(_SMALL_VALUES.__lt__, map(torch.Tensor.numel, tensors))
+    kinds = zip(map(_KIND_OF, tensors), sizes, strict=True)  # no call of Python for each tensor
+    for ((_, _, is_quantized), is_large), pairs in itertools.groupby(zip(kinds, tensors, strict=True), itemgetter(0)):
+        group = map(itemgetter(1), pairs)
+        if is_large or is_quantized:
             yield from map(_bytes_of, group)
             continue
         while run := list(itertools.islice(group, _MOST_JOINED)):
             yield _bytes_of(torch._C._nn.flatten_dense_tensors(run) if len(run) > 1 else run[0])
-
-
-def _kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
-    return tensor.dtype, tensor.device, tensor.numel() <= _SMALL_VALUES and not tensor.is_quantized
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

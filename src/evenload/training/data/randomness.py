@@ -81,7 +81,7 @@ def copy_global_state() -> tuple[Any, ...]:
         _memory = twister, _find_memory(twister)
     if (views := _memory[1]) is None:
         return None, get_global_state(legacy=False)
-    return _memory, [bytes(view) for view in views], random._inst.gauss_next  # type: ignore[attr-defined]
+    return _memory, list(map(bytes, views)), random._inst.gauss_next  # type: ignore[attr-defined]
 
 
 def put_back(state: tuple[Any, ...]) -> None:

@@ -57,7 +57,8 @@ class ComputingRanks(StepListener):
         began_s = time.perf_counter()
         if self.set_out(() if step.arm else step.batch.plan.out, step.index):
             step.planner.set_return_price(time.perf_counter() - began_s)
-        self._report_staying(step)
+        if 0 in step.batch.plan.shares:
+            self._report_staying(step)
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         self._context.control.leave_loops()
@@ -128,8 +129,6 @@ class ComputingRanks(StepListener):
     def _report_staying(self, step: Step) -> None:
         """Report once that a rank without samples computes all the same, and its cost."""
         plan, planner = step.batch.plan, step.planner
-        if 0 not in plan.shares:
-            return
         idle = [rank for rank, share in enumerate(plan.shares) if share == 0 and rank not in plan.out]
         if not idle or self._reported or step.arm or all(planner.may_leave) or planner.world_size != plan.world_size:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -116,9 +117,7 @@ class Bucket:
         self.last_version = -1
         """Of its memory when its newest sum was ready; another one shows that the gradients were written since."""
 
-    @property
-    def flat(self) -> torch.Tensor:
-        return self.memory.flat
+    flat: torch.Tensor = property(operator.attrgetter("memory.flat"))  # type: ignore[assignment]
 
     def claim(self) -> None:
         """Make sure that no gradient that the user holds is overwritten; no `.grad` may be set to a view."""

@@ -81,7 +81,7 @@ class CallGradients:
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
         self._trained_key = 0.0
-        self._known_touched: tuple[set[int], list[int], float, tuple[float, ...]] | None = None
+        self._known_touched: tuple[set[int] | None, list[int], float, tuple[float, ...]] = None, [], 0.0, ()
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -97,7 +97,8 @@ class CallGradients:
             self._trainable = trainable
             self._trained_key = float(zlib.crc32(repr(trained).encode()) % 2**20 << 32)
         self._summed_hooks.take()
-        self._summed_hooks.put_back()
+        if self._summed_hooks.are_away:
+            self._summed_hooks.put_back()
 
     def micro(self, *, last: bool, idle: bool) -> None:
         """Describe the micro-batch of the next backward."""
@@ -112,7 +113,8 @@ class CallGradients:
     def end_micro(self) -> None:
         """End the backward of a micro-batch; later gradients come from elsewhere."""
         self._hooks.close()
-        self._summed_hooks.put_back()
+        if self._summed_hooks.are_away:
+            self._summed_hooks.put_back()
         ids = list(map(id, self._arrived))
         self._touched_ids.update(ids)
         if self._last:
@@ -129,15 +131,20 @@ class CallGradients:
 
     def touched(self) -> list[int]:
         """Return 1 for each slot that received a gradient in this call, idle or not."""
-        return self._follow_touched()[1]
+        if self._known_touched[0] != self._touched_ids:
+            flags = [int(id(param) in self._touched_ids) for param in self._params]
+            key = float(zlib.crc32(bytes(flags)))
+            self._known_touched = set(self._touched_ids), flags, key, _pack_flags(flags)
+        return self._known_touched[1]
 
     def touched_key(self) -> float:
         """Return a checksum of `touched` and, above 32 bits, of the trainable parameters; exact in a float64."""
-        return self._follow_touched()[2] + self._trained_key
+        self.touched()
+        return self._known_touched[2] + self._trained_key
 
     def touched_words(self) -> tuple[float, ...]:
-        """Return `touched` as bits, each word exact in a float64; see `unpack_flags`."""
-        return self._follow_touched()[3]
+        """Return the last `touched` as bits, each word exact in a float64; see `unpack_flags`."""
+        return self._known_touched[3]
 
     @property
     def has_summed_hooks(self) -> bool:
@@ -227,14 +234,6 @@ class CallGradients:
             hook(param)
 
         return checked
-
-    def _follow_touched(self) -> tuple[set[int], list[int], float, tuple[float, ...]]:
-        known = self._known_touched
-        if known is None or known[0] != self._touched_ids:
-            flags = [int(id(param) in self._touched_ids) for param in self._params]
-            key = float(zlib.crc32(bytes(flags)))
-            known = self._known_touched = set(self._touched_ids), flags, key, _pack_flags(flags)
-        return known
 
 
 def _pack_flags(flags: Sequence[int]) -> tuple[float, ...]:

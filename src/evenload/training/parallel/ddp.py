@@ -74,6 +74,7 @@ class ReplicaStrategy:
         self._precision = precision
         self._grad_norms = grad_norms
         self._statistics = batchnorm.Statistics(groups, clock)
+        self._active = batchnorm.Active(self._statistics)
         self._context = StepContext(
             device, seed, self._statistics, precision, LabelWatch().check, grad_norms=grad_norms
         )
@@ -132,20 +133,21 @@ class ReplicaStrategy:
         sums = LossSums(on_device=reducer.on_device, looks_for_zero=call.reads_late and not self._zero_is_harmless)
         started_s = time.perf_counter()
         try:
-            with batchnorm.Active(self._statistics):
+            with self._active:
                 run_steps(
                     self._context,
                     batch,
                     loss_fn,
                     sums,
-                    self._backward,
+                    partial(_backward, reducer),
                     column=self._groups.generation.data_index,
                     call_index=call.index,
                     last_units=call.last_units,
                 )
         finally:
             self._statistics.idle = False
-        slow_down(self._throttle, self._context.device, started_s)
+        if self._throttle.active:
+            slow_down(self._throttle, self._context.device, started_s)
         totals = call.exchange([self._local_result(reducer, sums)])
         touched = self._arrivals.agree(call.index, reducer, self._groups, totals, was_late=not call.may_expect)
         if reducer.on_device:
@@ -305,14 +307,6 @@ class ReplicaStrategy:
         """
         return self._statistics.in_use and bool(self._groups.nccl_ranks)
 
-    def _backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        reducer = self._of()
-        reducer.micro(last=last, idle=idle)
-        loss.backward()  # type: ignore[no-untyped-call]
-        reducer.end_micro()
-        if idle:
-            reducer.end_idle()
-
     def _local_result(self, reducer: BucketReducer | LocalReducer, sums: LossSums) -> LocalResult:
         grad_norms, on_device = self._grad_norms, sums.on_device
         measured = grad_norms if grad_norms is not None and grad_norms.on and not on_device else None
@@ -404,6 +398,14 @@ class ReplicaStrategy:
         return self._reducer
 
 
+def _backward(reducer: BucketReducer | LocalReducer, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+    reducer.micro(last=last, idle=idle)
+    loss.backward()  # type: ignore[no-untyped-call]
+    reducer.end_micro()
+    if idle:
+        reducer.end_idle()
+
+
 def _key_of(params: Mapping[str, nn.Parameter]) -> int:
     """Return a checksum of names, shapes and dtypes."""
     text = repr([(name, tuple(p.shape), p.dtype) for name, p in params.items()])
@@ -412,4 +414,4 @@ def _key_of(params: Mapping[str, nn.Parameter]) -> int:
 
 def has_idle_rank(plan: StepPlan, computing: Sequence[int]) -> bool:
     """Return whether a rank that computes has no sample in the last micro-batch, in which buckets leave."""
-    return any(plan.micro[-1][column] == 0 for column in computing)
+    return 0 in map(plan.micro[-1].__getitem__, computing)

@@ -92,14 +92,15 @@ class SummedHooks:
         """`params`: those of the slots, in their order, or those that the user sees in their place."""
         self._params = params
         self._taken: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
-        self._away = False
+        self.are_away = False
+        """True if `take` found hooks that `put_back` has not put back."""
 
     def take(self) -> None:
         """Keep the hooks from running; call `put_back` after the backward."""
         if self._taken:
             self._taken = {}
         if any(map(_HOOKS, self._params)):
-            self._away = True
+            self.are_away = True
             for index, param in enumerate(self._params):
                 if hooks := param._backward_hooks:
                     self._taken[index] = hooks, dict(hooks)
@@ -111,8 +112,8 @@ class SummedHooks:
         return bool(self._taken)
 
     def put_back(self) -> None:
-        if self._away:
-            self._away = False
+        if self.are_away:
+            self.are_away = False
             for hooks, taken in self._taken.values():
                 hooks.update(taken)
 

@@ -52,7 +52,7 @@ from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 MAX_PLANS = 32
-_GRAD = operator.attrgetter("grad")
+_GRAD, _NORM = operator.attrgetter("grad"), operator.attrgetter("memory.norm")
 
 
 class BucketReducer(CallGradients):
@@ -111,8 +111,10 @@ class BucketReducer(CallGradients):
     @property
     def fits(self) -> bool:
         """False if the parameters were converted or moved since the buckets were built."""
-        firsts = ((bucket.slots[0].param, bucket.flat) for bucket in self.buckets)
-        return all(param.dtype == flat.dtype and param.device == flat.device for param, flat in firsts)
+        for bucket in self.buckets:
+            if (param := bucket.slots[0].param).dtype != bucket.flat.dtype or param.device != bucket.flat.device:
+                return False
+        return True
 
     def reorder(self, first: Iterable[int]) -> None:
         """Build the buckets anew, between two calls, beginning with these slots; the order is equal on all ranks."""
@@ -135,7 +137,8 @@ class BucketReducer(CallGradients):
             self._expect()
 
     def micro(self, *, last: bool, idle: bool) -> None:
-        self._settle()
+        if self._unread_marks is not None:
+            self._settle()
         self._seen, self._num_seen = set(), 0
         self._put_back_views()
         super().micro(last=last, idle=idle)
@@ -184,18 +187,22 @@ class BucketReducer(CallGradients):
                 bucket.last_version = bucket.flat._version
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
-            changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
-            kept = [bucket for bucket in reduced if bucket not in changed]
+            hooked = self._summed_hooks.run(touched, self._view_of)
+            changed = {self._bucket_of[index] for index in hooked} if hooked else set()
+            kept = [bucket for bucket in reduced if bucket not in changed] if changed else reduced
             is_finite = self.on_device or self._is_finite(kept)
             self._confirm()
             self._publish(touched)
             self._is_published = True
+        if not changed:
+            return is_finite
         return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
 
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
         self._close()
-        self._settle()
+        if self._unread_marks is not None:
+            self._settle()
         self._launch_queue()
         for bucket in self._summed():
             bucket.pending = None
@@ -261,9 +268,8 @@ class BucketReducer(CallGradients):
                     self._filled.add(id(slot.param))
 
     def _settle(self) -> None:
-        if self._unread_marks is not None:
-            self._keep(itertools.compress(self._looked_at, self._zero_ones()))
-            self._expect()
+        self._keep(itertools.compress(self._looked_at, self._zero_ones()))
+        self._expect()
 
     def _expect(self) -> None:
         """Prepare the buckets of the parameters that are expected."""
@@ -273,10 +279,10 @@ class BucketReducer(CallGradients):
             if len(self._plans) == MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[expected] = plan_launches(self.buckets, expected)
+            self._hooks.watch(plan.last_ids)
         self._plan = plan
         for bucket in plan.used:
             self._prepare(bucket)
-        self._hooks.watch(plan.last_ids)
 
     def _prepare(self, bucket: Bucket) -> None:
         """Let the small gradients of a bucket accumulate in place."""
@@ -353,13 +359,9 @@ class BucketReducer(CallGradients):
 
     def _look_for_late(self) -> None:
         """Note whether a gradient came after its bucket had left."""
-        left = [bucket for bucket in self.buckets if bucket.pending is not None]
-        if left and min(bucket.num_before for bucket in left) < len(self._last_ids):
-            self.late = any(
-                bucket.pending is not None and number >= bucket.num_before
-                for number, key in enumerate(self._last_ids)
-                for bucket in (self._bucket_of[self._slot_of[key].index],)
-            )
+        for bucket in self.buckets:
+            if bucket.pending is not None and not bucket.ids.isdisjoint(self._last_ids[bucket.num_before :]):
+                self.late = True
 
     def _launch_queue(self, touched: Sequence[int] | None = None) -> None:
         if self._plan is not None:
@@ -381,7 +383,8 @@ class BucketReducer(CallGradients):
         bucket.pending = self._groups.sum_async(bucket.flat) if self._wire is None else self._wire.sum_async(bucket)
 
     def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
-        if not reduced or math.isfinite(float(sum_scalars([bucket.memory.norm for bucket in reduced]))):
+        norms = list(map(_NORM, reduced))
+        if not norms or math.isfinite(float(norms[0] if len(norms) == 1 else sum_scalars(norms))):
             return True
         # The norms of large but finite gradients may overflow.
         return all_finite(bucket.memory.gradients for bucket in reduced)

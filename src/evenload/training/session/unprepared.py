@@ -84,7 +84,7 @@ class UnpreparedUses:
             self.release()
         if self._context.num_sharing == 1:
             return
-        if self._context.config.batch_norm == "global":
+        if self._norms and self._context.config.batch_norm == "global":
             self._handles = [m.register_forward_pre_hook(self._refuse) for m in _alive(self._norms) if _is_at_risk(m)]
         if self._context.groups.world_size == 1:  # replicas of one process share all other objects
             return
@@ -96,7 +96,8 @@ class UnpreparedUses:
                     "then it was changed: its gradient is this rank's alone. To train it, make it an nn.Parameter of a module "
                     "and pass that to run.prepare; freeze what is not trained (requires_grad_(False))"
                 )
-        self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
+        if self._tensors:
+            self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
         if not self._compared.issuperset(self._context.groups.membership.workers):
             self._handles += [m.register_forward_pre_hook(self._note) for m in _alive(self._others)]
 
@@ -109,11 +110,10 @@ class UnpreparedUses:
             self._compared.update(groups.membership.workers)
         if groups.world_size == 1:
             return
-        self._received = [
-            (ref, tensor._version)
-            for ref, before in self._tensors
-            if (tensor := ref()) is not None and _mark(tensor) != before
-        ]
+        self._received = []
+        for ref, before in self._tensors:
+            if (tensor := ref()) is not None and _mark(tensor) != before:
+                self._received.append((ref, tensor._version))
         if compares:
             self._compare()
         self._num_backwards += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter, itemgetter
 from statistics import mean, median
 from typing import Any
 
@@ -20,6 +22,7 @@ _EVERY_STEPS = 4
 """Steps between two checks: a check takes rank 0 about 0.1 ms."""
 LEAST_DATA_S = 0.002
 """Shorter waits in a step are ignored, however short the step is."""
+_DATA_S, _RANKS, _ORIGIN = attrgetter("data_s"), itemgetter(1), attrgetter("origin")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class LoadingMonitor:
         Of many ranks the busiest one of each step is looked at, and how rank 0 reads: they search together.
         """
         steps, self._untaken = self._untaken, []
-        return [event for _, event in self._take_own(steps)] + self._take(record, readings)
+        events = [event for _, event in self._take_own(steps)] if steps else []
+        return events + self._take(record, readings)
 
     def take_own(self, steps: Sequence[OwnStep]) -> list[tuple[int, LoadingEvent]]:
         """Return each event with its step, as `take` finds them, for steps of a rank alone that reads as before.
@@ -101,7 +105,7 @@ class LoadingMonitor:
                 events += [] if together else changed
             reader.waited.append(ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
             reader.sample_s.append(record.seconds / max(1, record.num_samples))
-        if any(reading.origin is SettingsOrigin.TRIAL for reading in readings):
+        if SettingsOrigin.TRIAL in map(_ORIGIN, readings):
             self._window.clear()  # a search is running: its trials are not typical of the run
             return events
         self._window.append((record, ranks))
@@ -111,7 +115,7 @@ class LoadingMonitor:
     def _judge(self) -> list[LoadingEvent]:
         if len(self._window) < LEAST_STEPS:
             return []
-        if not self._reported and not any(rank.data_s >= LEAST_DATA_S for _, ranks in self._window for rank in ranks):
+        if not self._reported and max(map(_DATA_S, chain(*map(_RANKS, self._window)))) < LEAST_DATA_S:
             return []  # no rank can be found to wait, and this takes a few microseconds instead of a hundred
         over = [rank for rank in sorted(self._reported) if self._usual(rank) < DATA_BOUND / 2]
         self._reported.difference_update(over)

@@ -110,14 +110,14 @@ class Consistency:
         self._ranks = tuple(ranks)
         if not first_call or len(ranks) == 1 or not takes_part:
             return
-        due = [queued for queued in self._queued if not self._is_late or queued.step < step]
+        due = [q for q in self._queued if not self._is_late or q.step < step] if self._queued else []
         # The first step of a session is checked too, where the loaded state may differ, and the second: what a forward sets.
         if self.every > 0 and step != self._last_step and (self._num_queued < 2 or step % self.every == 0):
             self._last_step = step
             self._num_queued += 1
             queued = self._queue(step)
             due, self._queued = (due, [queued]) if self._is_late else ([queued], [])
-        else:
+        elif due:
             self._queued = [queued for queued in self._queued if queued not in due]
         self._compared = due[0] if due else None
 

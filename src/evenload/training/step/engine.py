@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,16 +243,13 @@ class Engine:
         if not self.groups.generation.computes:
             return self._stand_by(attempt)
 
-        def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
-            return self._agree(attempt, results)
-
         stats, planner = attempt.stats, attempt.planner
         looks = self.groups.world_size > 1 and not self.stays_because  # a rank that stays anyway need not look
         num_collectives = user_collectives(self.groups.own_groups) if looks else 0
         call = BackwardCall(
             index=stats.calls,
             last_units=self.totals.units.get(stats.calls),
-            exchange=exchange,
+            exchange=partial(self._agree, attempt),
             may_expect=attempt.may_expect,
             begins_update=stats.calls == 0 or attempt.stepped,
             refuses_leftovers=stats.calls == 0 and self._num_trained == 1,
@@ -313,7 +311,7 @@ class Engine:
     def conclude(self, attempt: Attempt, num_touched_words: int = 0) -> GlobalTotals:
         """Do what all ranks do with the reports of an attempt, and add them up; AttemptFailedError where a rank failed."""
         batch, planner, stats, reports = attempt.batch, attempt.planner, attempt.stats, attempt.reports
-        if has_others := not isinstance(reports, OwnReport):
+        if (has_others := not isinstance(reports, OwnReport)) and not reports.is_same("touched_key"):
             check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
         late, agreed = self.exchange.late_times, reports.agreed
@@ -324,10 +322,10 @@ class Engine:
         if agreed.failed:
             raise AttemptFailedError([int(status) for status in reports.column("status")])
         if has_others:
-            if len(reports) == planner.world_size:
+            computing, num_reports = self.groups.generation.computing, len(reports)
+            if num_reports == planner.world_size:
                 planner.may_leave = reports.flags("may_leave")
-            computing = self.groups.generation.computing
-            if len(reports) > len(computing) > 1 or self.groups.world_size > len(computing):
+            if num_reports > len(computing) > 1 or self.groups.world_size > len(computing):
                 reports = self.exchange.own if computing == (self.groups.rank,) else reports.of(computing)
             if reports.all("state_key"):
                 self._consistency.check(batch.global_step, reports.column("state_key"))
@@ -395,7 +393,8 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in reports.names if travelled}
+        names = reports.names if travelled else ()
+        metrics = {name: exact_sum(reports.metric(name)) / result.units for name in names} if names else {}
         try:
             self.totals.take(stats, batch.global_step, result, metrics, reports if travelled else NO_REPORTS)
         except EvenloadError:
@@ -408,10 +407,9 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        finds_leftovers = getattr(self.strategy, "finds_leftovers", False)
-        if finds_leftovers or self._num_trained != 1 or not self.parameters.have_gradients:
+        if self._num_trained != 1 or not self.parameters.have_gradients:
             return
-        if names := self.parameters.nonzero_gradients():
+        if not getattr(self.strategy, "finds_leftovers", False) and (names := self.parameters.nonzero_gradients()):
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "
                 f"{names[0]}). {LEFTOVERS}"

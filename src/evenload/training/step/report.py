@@ -95,8 +95,8 @@ class RankReport(NamedTuple):
 
     def row(self) -> list[float]:
         """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""
-        names = self.metric_names()
-        checksum = _checksum(names)
+        names = self.metric_names() if self.metrics else []
+        checksum = _checksum(tuple(names))
         values = [*map(float, _SCALARS_OF(self)), checksum]
         values += [*_SECONDS_OF(self.seconds), *map(self.metrics.__getitem__, names)]
         if len(values) + len(self.touched) < CAPACITY:
@@ -190,7 +190,7 @@ class Reports(Sequence[RankReport]):
     def column(self, name: str) -> list[float]:
         """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
         if len(self.table) <= _FEW_RANKS and (index := COLUMNS[name]) < _FIXED:
-            return [row[index] for row in self._rows]
+            return list(map(itemgetter(index), self._rows))
         values: list[float] = self.values(name).tolist()
         return values
 
@@ -214,16 +214,17 @@ class Reports(Sequence[RankReport]):
     @property
     def seconds(self) -> NDArray[np.float64]:
         """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``."""
-        return self._columns[SECONDS].T
+        return self.table[:, SECONDS] if len(self.table) <= _FEW_RANKS else self._columns[SECONDS].T
 
     def most(self, name: str) -> float:
         """Return the most of a field of all ranks, none of which is NaN."""
-        return self._highest[COLUMNS[name]]
+        return self._bounds[1][COLUMNS[name]]
 
     def flags(self, name: str) -> tuple[bool, ...]:
         """Return whether a field is set on each rank; the same object as long as it is the same on all."""
-        if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
-            return _repeated(self.first(name) != 0, len(self))
+        (low, high), column = self._bounds, COLUMNS[name]
+        if low[column] == high[column]:  # nearly always, and a list from a column of a thousand takes ten times as long
+            return _repeated(low[column] != 0, len(self.table))
         return tuple((self.values(name) != 0).tolist())
 
     def first(self, name: str) -> float:
@@ -232,39 +233,37 @@ class Reports(Sequence[RankReport]):
 
     def any(self, name: str) -> bool:
         """Return whether a field, none of which is negative, is above 0 on some rank."""
-        return self._highest[COLUMNS[name]] > 0
+        return self._bounds[1][COLUMNS[name]] > 0
 
     def all(self, name: str) -> bool:
         """Return whether a field, none of which is negative, is above 0 on all ranks."""
-        return self._lowest[COLUMNS[name]] > 0
+        return self._bounds[0][COLUMNS[name]] > 0
 
     def is_same(self, name: str) -> bool:
         """Return whether a field, none of which is NaN, is the same on all ranks."""
-        column = COLUMNS[name]
-        return self._lowest[column] == self._highest[column]
-
-    def least(self, name: str) -> float:
-        """Return the least of a field of all ranks, none of which is NaN."""
-        return self._lowest[COLUMNS[name]]
+        (low, high), column = self._bounds, COLUMNS[name]
+        return low[column] == high[column]
 
     @functools.cached_property
     def agreed(self) -> Agreed:
+        low, high = self._bounds
         return Agreed(
-            failed=self.any("status") and any(status not in (OK, AWAY) for status in self.column("status")),
-            stop_requested=self.any("stop_requested"),
-            has_decision=self.first("has_decision") > 0,
-            elapsed_s=self.first("elapsed_s"),
-            membership=int(self.least("membership")),
-            has_times=not self.any("times_of"),  # OWN_TIMES of all ranks
+            failed=high[COLUMNS["status"]] > 0 and any(status not in (OK, AWAY) for status in self.column("status")),
+            stop_requested=high[COLUMNS["stop_requested"]] > 0,
+            has_decision=self.table.item(0, COLUMNS["has_decision"]) > 0,
+            elapsed_s=self.table.item(0, COLUMNS["elapsed_s"]),
+            membership=int(low[COLUMNS["membership"]]),
+            has_times=high[COLUMNS["times_of"]] <= OWN_TIMES,
         )
 
     def sums(self) -> ReportSums:
         """Add up what the ranks computed; StepError if some weight their losses and others do not."""
-        if not self.is_same("weighted"):
+        (low, high), weighted_at, touched_at = self._bounds, COLUMNS["weighted"], COLUMNS["touched_key"]
+        if low[weighted_at] != high[weighted_at]:
             weighted = ", ".join(str(rank) for rank, flag in enumerate(self.flags("weighted")) if flag)
             raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
         units, loss_sum = exact_sum(self.column("units")), exact_sum(self.column("loss_sum"))
-        return ReportSums(units, loss_sum, self.is_same("touched_key"), self.any("has_zero"))
+        return ReportSums(units, loss_sum, low[touched_at] == high[touched_at], high[COLUMNS["has_zero"]] > 0)
 
     @property
     def delays_s(self) -> NDArray[np.float64] | None:
@@ -272,24 +271,19 @@ class Reports(Sequence[RankReport]):
         return self.values("delay_s")
 
     @functools.cached_property
-    def _lowest(self) -> list[float]:
-        return self._reduced(np.minimum, min)
-
-    @functools.cached_property
-    def _highest(self) -> list[float]:
-        return self._reduced(np.maximum, max)
+    def _bounds(self) -> tuple[list[float], list[float]]:
+        """The least and the most of each field."""
+        if len(self.table) > _FEW_RANKS:
+            columns = self._columns[:_FIXED]
+            with np.errstate(invalid="ignore"):  # a loss may be NaN
+                return np.minimum.reduce(columns, axis=1).tolist(), np.maximum.reduce(columns, axis=1).tolist()
+        rows = self._rows
+        return (list(map(min, *rows)), list(map(max, *rows))) if len(rows) > 1 else (rows[0], rows[0])
 
     @functools.cached_property
     def _columns(self) -> NDArray[np.float64]:
         # A row for each field: of many ranks every pass over a column of the table takes as long as this copy.
         return np.ascontiguousarray(self.table[:, :_TIMES_END].T)
-
-    def _reduced(self, operation: np.ufunc, of_few: Callable[..., float]) -> list[float]:
-        if len(self.table) > _FEW_RANKS:
-            with np.errstate(invalid="ignore"):  # a loss may be NaN
-                reduced: list[float] = operation.reduce(self._columns[:_FIXED], axis=1).tolist()
-            return reduced
-        return list(map(of_few, *self._rows)) if len(self._rows) > 1 else self._rows[0]
 
     @functools.cached_property
     def _rows(self) -> list[list[float]]:
@@ -373,9 +367,6 @@ class OwnReport(Reports):
     def most(self, name: str) -> float:
         return getattr(self._report, name) or 0.0
 
-    def least(self, name: str) -> float:
-        return getattr(self._report, name) or 0.0
-
     def sums(self) -> ReportSums:
         own = self._report
         return ReportSums(own.units, own.loss_sum, True, own.has_zero)
@@ -394,7 +385,7 @@ def read_table(table: NDArray[np.float64], names: Sequence[str], *, measured: bo
     keys = {key for status, key in zip(statuses, reports.column("metrics_key"), strict=True) if status != AWAY}
     if all(status == OK for status in present) and len(keys) > 1:
         raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
-    if len(present) < len(statuses) and _checksum(names) not in keys:
+    if len(present) < len(statuses) and _checksum(tuple(names)) not in keys:
         return Reports(table, (), measured=measured)  # this rank is away, and has never seen these metrics
     return reports
 
@@ -412,5 +403,6 @@ def exact_sum(terms: Sequence[float]) -> float:
         return sum(terms)
 
 
-def _checksum(names: Sequence[str]) -> float:
+@functools.lru_cache(maxsize=64)
+def _checksum(names: tuple[str, ...]) -> float:
     return float(zlib.crc32("\0".join(names).encode()))

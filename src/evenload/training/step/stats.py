@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from evenload.training.step.report import OwnReport, Reports
 _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
     SEGMENTS.index, ("data", "compute", "wait", "comm", "optimizer", "compile")
 )
+_IN_STEP_OF = itemgetter(_COMPUTE, _OPTIMIZER, _WAIT, _COMM)
 _NO_SECONDS = np.empty((0, len(SEGMENTS)))
 
 
@@ -135,17 +137,16 @@ class StepStats:
 
         Not the longest delay: a rank that a quota holds waits for a CPU too, and the others take as long as they need.
         """
-        if self._delays_s is None or len(self._delays_s) != len(self._times) or not self._delays_s.any():
+        times, delays_s = self._times, self._delays_s
+        if delays_s is None or len(delays_s) != len(times) or not delays_s.any():
             return 0.0
-        own_s = self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]
-        return float(max(0.0, own_s.max() - (own_s - self._delays_s).max()))
+        own_s = times[:, _COMPUTE] + times[:, _OPTIMIZER]
+        return float(max(0.0, own_s.max() - (own_s - delays_s).max()))
 
     def whole_seconds(self) -> float:
         """Return the seconds of the step on the first rank, with waiting and collectives, without waiting for samples."""
-        if not len(self._times):
-            return 0.0
-        first = self._first()
-        return first["compute"] + first["optimizer"] + first["wait"] + first["comm"]
+        times = self._times
+        return sum(_IN_STEP_OF(times[0].tolist())) if len(times) else 0.0
 
     def cost(self, num_samples: int) -> StepCost:
         """Return the cost of the step for the loader's tuning."""
@@ -168,7 +169,8 @@ class StepStats:
     @property
     def unusual(self) -> bool:
         """True if the times are not those of a usual step: it is the first, was repeated, or a rank compiled."""
-        return self.is_first or self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
+        times = self._times
+        return self.is_first or self.redone or not len(times) or bool(times[:, _COMPILE].any())
 
     @property
     def is_usual(self) -> bool:
@@ -191,7 +193,7 @@ class StepStats:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._times if self._reports is None else self._reports)
+        return len(self._times) if (reports := self._reports) is None else len(reports)
 
     @property
     def most_memory_bytes(self) -> int:
@@ -231,7 +233,7 @@ class StepStats:
 
     def _known_times(self) -> NDArray[np.float64]:
         """Return the seconds that are known when the step is recorded: on GPUs those of an earlier step, at first zeros."""
-        times = self._times if len(self._times) or self.earlier is None else self.earlier._times
+        times = self._times if self.earlier is None or len(self._times) else self.earlier._times
         num_ranks = len(times) if self._reports is None else len(self._reports)
         return times if len(times) == num_ranks else np.zeros((num_ranks, len(SEGMENTS)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from evenload.training.step.straight import StraightLine, begin_line
 from evenload.training.step.update_watch import UpdateWatch
 from evenload.training.step.wrong_loops import half_done, not_a_batch, not_a_function, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
+
+_RESTS = attrgetter("rests")
 
 
 class Step:
@@ -333,8 +336,7 @@ class StepLoop:
             for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
             if not (self.stop_requested or step._loader.is_tuned):
-                rests = (listener.rests for listener in self._all_listeners)
-                self.line = begin_line(engine, step.batch, step.planner, step.stats, rests)
+                self.line = begin_line(engine, step.batch, step.planner, step.stats, map(_RESTS, self._all_listeners))
 
     def _end_straight(self, step: Step, line: StraightLine) -> None:
         self.last_loss, self.left_early, self.step = step.stats.loss, False, None

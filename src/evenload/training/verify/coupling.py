@@ -126,7 +126,7 @@ class CouplingWatch(StepListener):
     def on_gradients(self, step: Step) -> None:
         call = step.stats.calls - 1
         (own, before), self._own = self._own, ([], ())
-        if save_generators(own) != before and "own_generator" not in self._named:
+        if own and "own_generator" not in self._named and save_generators(own) != before:
             self._named.add("own_generator")
             self._context.recorder.event("own_generator", _OWN_GENERATOR, step=step.index)
         if call in self._loss_fns and user_collectives(self._own_groups()) != self._num_collectives:
