@@ -188,15 +188,12 @@ class BucketReducer(CallGradients):
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
             hooked = self._summed_hooks.run(touched, self._view_of)
-            changed = {self._bucket_of[index] for index in hooked} if hooked else set()
-            kept = [bucket for bucket in reduced if bucket not in changed] if changed else reduced
-            is_finite = self.on_device or self._is_finite(kept)
+            changed = {self._bucket_of[index] for index in hooked} if hooked else ()
+            is_finite = self.on_device or self._is_finite([bucket for bucket in reduced if bucket not in changed])
             self._confirm()
             self._publish(touched)
             self._is_published = True
-        if not changed:
-            return is_finite
-        return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
+        return is_finite and (not changed or all_finite(bucket.memory.gradients for bucket in changed))
 
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
