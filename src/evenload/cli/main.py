@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,8 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # The encoding may lack the signs of a table, or of a name of a file.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # The encoding may lack the signs of a table, or of a name of a file; what `--json` prints can be read all the same.
+        codecs.register_error("json", _escape)
+        sys.stdout.reconfigure(errors="json")
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:
@@ -138,6 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = f"{error.filename or 'the output'}: {error.strerror}{hint}"
         print(f"evenload: error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _escape(error: Any) -> tuple[str, int]:
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 if __name__ == "__main__":

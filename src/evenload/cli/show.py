@@ -65,7 +65,7 @@ def show(
     if queue is not None or not (run.exists() or of_runs):
         if of_runs:
             raise ConfigError(
-                "FILE, --live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs"
+                "FILE, --live, --html, --web, --port, --trace, --steps, --to and --logger-option are for runs, not for jobs"
             )
         if _show_queue_job(str(run), queue, json):
             return
@@ -233,8 +233,8 @@ def _follow(folder: Path) -> None:
         progress.poll()
         while not progress.ended and not lost_end:
             time.sleep(POLL_S)
-            progress.poll()
             lost_end = describe_lost_end(folder) if time.time() - progress.newest_s > GONE_S else ""
-    if lost_end:
+            progress.poll()
+    if lost_end and not progress.ended:
         print(f"evenload: {lost_end}")
         raise typer.Exit(1)

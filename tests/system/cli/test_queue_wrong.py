@@ -94,7 +94,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         ("change", "1 --hold --release", "--hold and --release contradict each other"),
         ("change", "1 --time soon", "--time soon: expected SOFT"),
         ("show", "nobody", "no job 'nobody' in this queue"),
-        ("show", "1 --live", "--live, --html, --web, --trace, --to and --logger-option are for runs"),
+        ("show", "1 --live", "--live, --html, --web, --port, --trace, --steps, --to and --logger-option are for runs"),
         ("queue", "dance", "unknown action; actions: show, stop, start, service"),
         ("queue", "set policy=best", "there is no such policy"),
         ("queue", "set polic=fifo", "there is no such setting of the queue"),
@@ -108,7 +108,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         (
             "show",
             "1 page.html",
-            "FILE, --live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs",
+            "FILE, --live, --html, --web, --port, --trace, --steps, --to and --logger-option are for runs, not for jobs",
         ),
         ("queue", "release", "expected evenload queue release RESERVATION"),
         ("ps", "--state sleeping", "unknown state 'sleeping'; states: waiting, running, ended"),

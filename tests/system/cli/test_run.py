@@ -1,5 +1,6 @@
 """`evenload run` as a user types it: what is refused, what is passed on."""
 
+import json
 import os
 import subprocess
 import sys
@@ -98,14 +99,15 @@ def test_settings_reach_the_workers_from_options_and_file(tmp_path):
 
 
 def test_an_output_that_takes_only_ascii_is_written(tmp_path, monkeypatch):
-    """The signs of a report are escaped; before, it ended with a UnicodeEncodeError."""
+    """The signs of a report are escaped, and JSON is still JSON; before, it ended with a UnicodeEncodeError."""
+    text = "\u2016\xe4g\U0001f600"
     out = tmp_path / "out"
     with out.open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
         with pytest.raises(SystemExit):
             main(["show", "nothere"])
-        print("\u2016\u0394g\u2016", file=sys.stdout)
-    assert out.read_text() == "\\u2016\\u0394g\\u2016\n"
+        print(json.dumps(text, ensure_ascii=False), file=sys.stdout)
+    assert json.loads(out.read_text(encoding="ascii")) == text
 
 
 def test_a_dry_run_prints_ranks_and_settings_with_their_sources(tmp_path):

@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from evenload.job.processes import identity_of
 from evenload.records.folder_lock import LOCK_FILE
 from evenload.records.recorder import Recorder
 from evenload.training.launch.run_control import LAUNCH_FILE
+from evenload.views.run import summary
 from evenload.views.run.page import RunPage
 from tests.unit.views.make_run import write_run
 
@@ -62,11 +65,13 @@ def test_a_run_whose_processes_were_killed_says_so(tmp_path: Path) -> None:
     assert shown() == (False, False)
 
 
-def test_live_ends_where_the_processes_are_gone(tmp_path: Path) -> None:
+def test_live_ends_where_the_processes_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 5, faults=(), closed=False)
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     (tmp_path / LOCK_FILE).write_text(f"process 1 on {socket.gethostname()} since 2026-11-01 00:00:00")
-    command = [sys.executable, "-m", "evenload.cli.main", "show", "--live", str(tmp_path)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=40)
-    assert shown.returncode == 1, shown.stderr
+    monkeypatch.setattr(summary, "GONE_S", 2.0)
+    began_s = time.monotonic()
+    shown = CliRunner().invoke(app, ["--live", str(tmp_path)])
+    assert shown.exit_code == 1, shown.stderr
     assert "its processes are gone" in shown.stdout and "it resumes at step 4" in shown.stdout.splitlines()[-1]
+    assert time.monotonic() - began_s >= 2, "the same command may just have been started again, and import torch"

@@ -58,8 +58,8 @@ class RunProgress:
             self._display = _PlainDisplay(stream, log_every_s, lambda: self.before_print())
         self._display.info.devices = tuple(devices)
         self._ended = False
-        self.newest_s = -float("inf")
-        """Time of the newest record (since 1970)."""
+        self.newest_s = time.time()
+        """Time of the newest record, if none is newer than this object: its own."""
         self._closed = False
         self._is_launcher = folder is None
         if folder is not None:
@@ -81,7 +81,7 @@ class RunProgress:
         for record in self._records.poll() if self._records is not None else ():
             if isinstance(record, RunEvent) and record.kind in ("open", "close"):
                 self._ended = record.kind == "close"
-            self.newest_s = record.time
+            self.newest_s = max(self.newest_s, record.time)
             self._display.add(self._without_repetition(record))
         self._display.refresh()
 
