@@ -26,7 +26,7 @@ from evenload.records.reader import read_events
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint import retention as retention_module
-from evenload.training.checkpoint.export import export_checkpoint
+from evenload.training.checkpoint.export import export_checkpoint, write_weights
 from evenload.training.checkpoint.host_copy import HostBuffers
 from evenload.training.checkpoint.retention import Retention
 from tests.small_disk import small_disk
@@ -497,3 +497,14 @@ def test_weights_and_pages_are_not_written_in_place_of_a_folder(
         with pytest.raises(OSError, match=r"busy|directory"):
             write_atomically(out, "a page")
     assert [*here.iterdir()] == [] and not list(tmp_path.glob(".*"))
+
+
+class _Unready(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("quantizer")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_error_of_the_models_own_is_no_error_of_the_path(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(KeyError, match="quantizer"):
+        write_weights(tmp_path / f"model{suffix}", _Unready(2, 2))

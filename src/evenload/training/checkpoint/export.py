@@ -28,11 +28,12 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
             f"run.export received a {type(path).__name__} as the path; write run.export('model.safetensors', model)"
         )
     check_suffix(Path(path))
+    weights = model.state_dict()  # an error of the model's own stays one
     with _replacing(Path(path)) as partial:
         if Path(path).suffix == ".safetensors":
             _safetensors(str(path)).save_model(model, str(partial))
         else:
-            torch.save(model.state_dict(), partial)
+            torch.save(weights, partial)
 
 
 def check_suffix(path: Path) -> None:
