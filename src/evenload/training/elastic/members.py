@@ -200,7 +200,7 @@ class Members(StepListener):
     def _follow_changes(self, error: PeerLostError) -> int:
         """Begin the newest generation after a loss; return how many collectives a rank in it has completed."""
         groups = self._context.groups
-        if not self._is_capable or groups.closed:
+        if not self._is_capable or groups.closed or error.takes_all:
             raise error
         after = self._tried
         while True:
