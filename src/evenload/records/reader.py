@@ -45,25 +45,14 @@ def read_events(folder: Path) -> list[RunEvent]:
 
 def last_step_in(folder: Path, since_s: float = 0.0) -> int:
     """Return the newest step of training that the records hold, of those written since then (since 1970); -1 without one."""
-    steps = (record for record in _newest(folder) if isinstance(record, StepRecord) and not record.arm)
-    return max((record.step for record in steps if record.time >= since_s), default=-1)
-
-
-def logged_in(folder: Path, step: int) -> dict[str, float]:
-    """Return the metrics of a step, if it is one of the newest that the records hold."""
-    found = [
-        one for one in _newest(folder) if isinstance(one, LateMetrics) or (isinstance(one, StepRecord) and not one.arm)
-    ]
-    return {name: value for record in found if record.step == step for name, value in record.metrics.items()}
-
-
-def _newest(folder: Path) -> list[Record | None]:
     try:
         with (folder / STEPS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return [parse_line(line) for line in file.read().splitlines()]
+            found = map(parse_line, file.read().splitlines())
+            steps = (record for record in found if isinstance(record, StepRecord) and not record.arm)
+            return max((record.step for record in steps if record.time >= since_s), default=-1)
     except OSError:
-        return []
+        return -1
 
 
 def read_steps(folder: Path, is_wanted: Callable[[float], bool] | None = None) -> list[StepRecord]:

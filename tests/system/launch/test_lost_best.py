@@ -17,13 +17,16 @@ import os, signal, sys, threading, time
 import torch, evenload
 from pathlib import Path
 from torch.utils.data import DataLoader, TensorDataset
+from evenload.balance.rebalance import Decision
 from evenload.training.checkpoint import files
-mode = sys.argv[1]
+mode, shares = sys.argv[1], eval(sys.argv[2])
 run = evenload.init(project_dir="run", seed=0)
 torch.manual_seed(0)
 model, loader = run.prepare(torch.nn.Linear(4, 1), DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 run.resume(model=model, optimizer=optimizer)
+if shares:
+    loader.planner._balancer = None  # the test decides alone
 write, logged = files.write, threading.Event()
 def killed():
     if not Path("killed").exists():
@@ -47,6 +50,8 @@ def loss_fn(batch):
 for epoch in range(loader.epoch, 1):
     for step in loader:
         now = step.index
+        if shares and now == 2 and run.rank == 0:
+            loader.planner._pending = Decision(shares, 1, "left_out", 1, None, "the test decides", 1.0, 0.5)
         step.backward(loss_fn)
         optimizer.step(); optimizer.zero_grad()
         done = step.index + 1
@@ -65,8 +70,9 @@ for epoch in range(loader.epoch, 1):
 """
 
 
-def _train(folder: Path, mode: str, *options: str) -> tuple[int | None, str]:
-    code, stdout, stderr = run(folder, SCRIPT, *options, arguments=[mode], initialised=False, timeout_s=60)
+def _train(folder: Path, mode: str, *options: str, shares: tuple[int, ...] = ()) -> tuple[int | None, str]:
+    arguments = [mode, repr(shares)]
+    code, stdout, stderr = run(folder, SCRIPT, *options, arguments=arguments, initialised=False, timeout_s=60)
     assert code == 0 and (folder / "killed").exists() and "killed by SIGKILL" in stderr, stdout + stderr
     best = read_best(folder / "run")
     failed = [event.message for event in read_events(folder / "run") if event.kind == "checkpoint_failed"]
@@ -89,6 +95,13 @@ def test_a_complete_checkpoint_whose_metric_was_not_noted_is_the_best_after_a_re
 def test_a_rank_that_still_has_the_best_weights_writes_them_when_it_takes_over(tmp_path: Path) -> None:
     assert _train(tmp_path, "in step 6", "-d", "cpu:2", "--max-restarts", "0") == (6, "")
     _assert_weights_of_step_6(tmp_path, 1)
+
+
+def test_a_rank_that_stood_by_writes_no_weights_of_its_own_when_it_takes_over(tmp_path: Path) -> None:
+    options = ("-d", "cpu:3", "--max-restarts", "0")
+    assert _train(tmp_path, "in step 6", *options, shares=(4, 0, 4)) == (6, "")
+    assert not torch.equal(torch.load(tmp_path / "weights-1"), torch.load(tmp_path / "weights-2"))
+    _assert_weights_of_step_6(tmp_path, 2)
 
 
 def test_best_weights_that_no_rank_has_any_more_are_named(tmp_path: Path) -> None:

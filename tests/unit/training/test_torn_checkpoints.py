@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from evenload.cli.main import main
 from evenload.errors import CheckpointError, DamagedError
 from evenload.records import integrity
 from evenload.records.checkpoints import list_checkpoints, read_best
+from evenload.records.lines import header_line, step_line
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.retention import Retention
+from tests.unit.records.make import make_step
 
 NUM_POINTS = 150
 
@@ -268,3 +272,41 @@ def test_who_takes_over_from_rank_0_notes_the_metric_of_weights_that_are_on_the_
     assert not retention.needs_write(5)
     found = read_best(run)
     assert (found and found.step) == best
+
+
+def test_what_loss_fn_returns_is_no_metric_of_a_checkpoint(run: Path) -> None:
+    records = [step_line(make_step(step), {"val": 0.01 * step}) for step in range(3)]
+    (run / "steps.jsonl").write_bytes(b"".join([header_line(0.0), *records]))
+    retention = Retention(run)
+    retention.set_options(3, ("val", "min"))
+    assert not retention.needs_write(3)
+    assert read_best(run) is None
+
+
+def test_a_metric_that_is_logged_keeps_no_graph(tmp_path: Path) -> None:
+    retention = Retention(tmp_path)
+    retention.set_options(3, ("val", "min"))
+    held = _Held()
+    noted, total = weakref.ref(held), _Holds.apply(torch.ones(8, requires_grad=True), held)
+    retention.log({"val": total}, 1)
+    with torch.no_grad():
+        total -= 10.0
+    retention.log({"val": 20.0}, 2)
+    del held, total
+    assert noted() is None
+    assert "of step 1 (val 8)" in retention.lost_best(3)
+
+
+class _Held:
+    """In place of what a forward keeps for its backward."""
+
+
+class _Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, held: _Held) -> torch.Tensor:
+        ctx.held = held
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError

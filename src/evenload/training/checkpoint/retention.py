@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import shutil
 import threading
@@ -10,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from evenload.atomic_file import write_atomically
 from evenload.job.output import FULL_DISK_ERRORS
 from evenload.records import checkpoints
 from evenload.records.checkpoints import BestCheckpoint
 from evenload.records.integrity import INFO_FILE, read_info, write_info
-from evenload.records.reader import logged_in
 
 _RECENT = 1000
 
@@ -24,6 +28,8 @@ class Retention:
 
     def __init__(self, run: Path) -> None:
         self._run = run
+        self._logged_file = run / checkpoints.CHECKPOINT_FOLDER / ".logged.json"
+        """The metric that was logged while its checkpoint was being written, until that has it."""
         self._keep = 0.0
         self.best: tuple[str, str] | None = None
         """Name and mode of the metric."""
@@ -50,7 +56,9 @@ class Retention:
         """Note metrics of the weights after `step` steps."""
         self._logged.update({str(name): (value, step) for name, value in metrics.items()})
         if self.best is not None and self.best[0] in metrics:
-            self._recent.append(self._logged[self.best[0]])
+            value = metrics[self.best[0]]
+            # Not the tensor itself, which may be changed later, and may hold the graph of its forward.
+            self._recent.append((value.detach().clone() if isinstance(value, torch.Tensor) else value, step))
 
     @property
     def misses_metric(self) -> bool:
@@ -65,6 +73,7 @@ class Retention:
 
         Return the metric that it has now, for its `info.json`.
         """
+        self._note_newest()
         self._writing_step, self._unnoted = step, self._value(step)
         if self.best is None or self._unnoted is None:
             return {}
@@ -80,11 +89,13 @@ class Retention:
         self._note_newest()
         at = self._logged.get(self.best[0], (None, step))[1] if self.best is not None else step
         value = self._value(at)
-        if value is None or self._judged == (at, value):
+        if self.best is None or value is None or self._judged == (at, value):
             return False
         self._judged = (at, value)
         if self._writing_step == at:
             self._unnoted = value
+            with contextlib.suppress(OSError):
+                write_atomically(self._logged_file, json.dumps({"step": at, "metric": self.best[0], "value": value}))
             return False
         with self._lock:
             if not checkpoints.step_folder(self._run, at).is_dir():
@@ -105,14 +116,18 @@ class Retention:
 
     def _note_newest(self) -> None:
         """Note, once, the metric of the newest checkpoint if the process that wrote it was killed before it had."""
-        if self._has_noted or self.best is None or not (found := checkpoints.checkpoint_folders(self._run)):
+        if self._has_noted or self.best is None:
             return
-        self._has_noted, info, step = True, read_info(found[-1]), checkpoints.step_of(found[-1])
-        name = self.best[0]
-        value = info["value"] if info.get("metric") == name else logged_in(self._run, step - 1).get(name, math.nan)
-        if math.isfinite(value) and self._writing_step != step:
+        self._has_noted = True
+        if not (found := checkpoints.checkpoint_folders(self._run)):
+            return
+        info, step = read_info(found[-1]), checkpoints.step_of(found[-1])
+        with contextlib.suppress(OSError, ValueError):
+            logged = json.loads(self._logged_file.read_text())
+            info = info | logged if logged["step"] == step else info
+        if info.get("metric") == self.best[0] and self._writing_step != step:
             with self._lock:
-                self._note_and_prune(step, value)
+                self._note_and_prune(step, info["value"])
 
     def settle(self, step: int) -> None:
         """Note the metric of the checkpoint of `step`, which is complete, and remove those that are not kept."""
@@ -153,6 +168,7 @@ class Retention:
             return
         folder = checkpoints.step_folder(self._run, step)
         write_info(folder, {**read_info(folder), "metric": self.best[0], "value": value})
+        self._logged_file.unlink(missing_ok=True)
         if is_best:
             checkpoints.write_best(self._run, BestCheckpoint(step, *self.best, value))
 

@@ -55,7 +55,8 @@ def end_queued(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     threads = []
     for group in groups:
-        with contextlib.suppress(RuntimeError):  # it has no backend for GPUs
+        # It has no backend for GPUs, or is the number that stands for a group of other ranks.
+        with contextlib.suppress(RuntimeError, AttributeError):
             backend = group._get_backend(torch.device("cuda"))
             if backend.name() == "nccl":
                 threads.append(threading.Thread(target=backend.abort, name="evenload-abort", daemon=True))

@@ -136,6 +136,12 @@ class Members(StepListener):
         change = self._changes.newest
         if change is None or change.urgent or not self._tried < change.number <= step.stats.agreed_membership:
             return
+        groups = self._context.groups
+        if change.left and (out := [rank for rank in groups.ranks if rank not in groups.generation.computing]):
+            self._transfer.plan(out, groups.generation.computing[0], False, None)  # all that compute may leave
+            self._transfer_state()
+            if self._tried >= change.number:
+                return  # a rank was lost meanwhile
         if self._worker in change.left:
             self._leave(step)
         try:
@@ -194,7 +200,7 @@ class Members(StepListener):
     def _follow_changes(self, error: PeerLostError) -> int:
         """Begin the newest generation after a loss; return how many collectives a rank in it has completed."""
         groups = self._context.groups
-        if not self._is_capable or groups.closed:
+        if not self._is_capable or groups.closed or error.takes_all:
             raise error
         after = self._tried
         while True:
@@ -223,7 +229,7 @@ class Members(StepListener):
         for loader in self._loaders:
             loader.loader.draws_alone = True
         self._before_join()
-        while self._is_alone():
+        while self._joins:
             # Again now and then: a supervisor that does not expect it ends this process.
             self._changes.send(Ready(self._worker))
             change = self._changes.wait(self._tried, _READY_EVERY_S)
@@ -236,9 +242,6 @@ class Members(StepListener):
                 self._transfer_state()
             except (PeerLostError, LaunchError):
                 continue
-
-    def _is_alone(self) -> bool:
-        return self._joins
 
     def _switch(self, change: MembershipChange) -> int:
         context, groups = self._context, self._context.groups
@@ -273,12 +276,17 @@ class Members(StepListener):
         num_collectives = max(one.num_collectives for one in standings if not one.joins)
         took_s = time.monotonic() - received_s
         self._changes.send(Switched(self._worker, change.number, took_s, context.loop.steps_done))
-        self._record(before, change, took_s, takes_over=rank == 0 and not was_main)
+        takes_over = rank == 0 and not was_main
+        waits, step = missed or own.joins or own.is_inside, context.loop.step  # then the last step's weights are gone
+        now = step.index + step.batch.num_steps if waits and step is not None else context.loop.steps_done
+        self._record(before, change, took_s, now, takes_over=takes_over)
         for behind in (r for r in late if not standings[r].joins):
             text = f"rank {behind} has missed steps; it receives the state of rank {source}"
             context.recorder.event("caught_up", text, step=context.loop.steps_done)
-        if not (missed or own.joins or own.is_inside):
+        if not waits:
             self._transfer_state()
+            if takes_over and change.lost:
+                self._schedule.save_best()  # the lost rank 0 may have been writing it
         return num_collectives
 
     def _prepare(self, change: MembershipChange, changes: MembershipChanges) -> None:
@@ -345,17 +353,15 @@ class Members(StepListener):
                 self._joins = self._is_away = False
                 groups.set_computing(tuple(groups.ranks))
 
-    def _record(self, before: Membership, change: MembershipChange, took_s: float, *, takes_over: bool) -> None:
+    def _record(
+        self, before: Membership, change: MembershipChange, took_s: float, now: int, *, takes_over: bool
+    ) -> None:
         context, recorder, step = self._context, self._context.recorder, self._context.loop.steps_done
         if takes_over and not self._joins:
             context.take_records()
             if before.workers[0] in [lost.worker for lost in change.lost]:
                 self._report_lost_checkpoint()
-                if (
-                    context.loop.step is None or not context.loop.step.stats.calls
-                ):  # the weights are those of the last step
-                    self._schedule.save_best()
-                if text := self._schedule.retention.lost_best(step):
+                if text := self._schedule.retention.lost_best(now):
                     recorder.event("checkpoint_failed", text, step=step)
         for lost in change.lost:
             recorder.event("lost", lost.reason, step=step, worker=lost.worker, time_s=lost.time_s)
