@@ -81,6 +81,7 @@ class StateTransfer:
         # A rank that missed a step has its own position, which is the same: the end of the loop body.
         without = () if self._joins else (OWN_STATE,)
         received = context.registry.receive(context.groups, self._source, without=without)
+        context.loop.unsound = ""
         engine.load_state_dict(received["engine"])
         engine.precision.load_state_dict(received["precision"])
         engine.num_backwards = received["num_backwards"]
