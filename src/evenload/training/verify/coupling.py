@@ -229,7 +229,8 @@ class CouplingWatch(StepListener):
         tolerance = TOLERANCES["bfloat16" if dtypes.intersection(HALF) else "float16" if is_half else "float32"]
         if state := describe_state(whole, compute(0, num), set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
-        found, bound = fit_parts(whole, parts, tolerance), tolerance
+        found = coarse = fit_parts(whole, parts, tolerance)
+        bound = tolerance
         rounds = is_half or (device.type != "cpu" and torch.float32 in dtypes)  # TF32 on a GPU
         if not (rounds or found.kind == "coupled" or describe_wrong_units(whole, parts, found, is_random=False)):
             # Where the gradients of the parts nearly cancel out, rounding is a larger part of the whole.
@@ -239,8 +240,11 @@ class CouplingWatch(StepListener):
             found = fine if fine.kind == "coupled" else found
         if found.kind == "coupled" and found.rest < _CERTAIN:
             # Where a model has learned its samples, rounding may be a large part of gradients that nearly vanish.
-            quiet = in_double(quiet)
-            found = fit_parts(compute(0, num), [compute(low, high) for low, high in spans], bound)
+            narrow, quiet = quiet, in_double(quiet)
+            try:
+                found = fit_parts(compute(0, num), [compute(low, high) for low, high in spans], bound)
+            except Exception:  # code that compares dtypes itself, as that of RNNs
+                found, quiet = coarse, narrow
         if found.kind == "coupled":
             if draws():
                 # Then only the mean over many shows it.
