@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,6 +128,14 @@ def balanced_experts(model: Any, batch: Any, _: int) -> Any:
     return F.cross_entropy(model[2](used), batch[1]) + 0.01 * (p * p.log()).sum()
 
 
+def of_one_dtype(model: Any, batch: Any, step: int) -> Any:
+    """As an RNN: it can't be computed in float64 without converting the model."""
+    loss = plain(model, batch, step)
+    if loss.dtype != model[0].weight.dtype:
+        raise TypeError(loss.dtype)
+    return loss + 30 * (balanced_experts(model, batch, step) - loss)
+
+
 def seeds_itself(model: Any, batch: Any, step: int) -> Any:
     torch.manual_seed(step)
     return F.cross_entropy(model(batch[0] + torch.randn_like(batch[0])), batch[1])
@@ -155,6 +165,22 @@ def plain(model: Any, batch: Any, _: int) -> Any:
     return F.cross_entropy(model(batch[0].to(model[0].weight.dtype)), batch[1])
 
 
+def small_difference(model: Any, batch: Any, step: int) -> Any:
+    """A loss that is small beside the numbers that it is computed from: rounding is a large part of it."""
+    return plain(model, batch, step) + 1e5 - 1e5
+
+
+class _Settings(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS = _Settings(scale=0.5)
+
+
+def with_settings(model: Any, batch: Any, step: int) -> Any:
+    return contrast_of_rows(model, batch, step) * SETTINGS.scale
+
+
 def with_a_recall(model: Any, batch: Any, _: int) -> Any:
     out = model(batch[0])
     hits = (out.argmax(1) == batch[1])[batch[1] == 1]
@@ -172,6 +198,7 @@ def hardest_five(model: Any, batch: Any, _: int) -> Any:
 
 
 OTHER_BATCHES = iter(range(NUM_SAMPLES))
+counts = iter(range(NUM_SAMPLES))  # no function takes from it: Rows has an attribute of this name
 
 
 def of_a_second_loader(model: Any, batch: Any, _: int) -> Any:
@@ -184,11 +211,13 @@ FOUND: tuple[tuple[Loss, dict[str, Any], str], ...] = (
     (forgotten_weight, {"dataset": Stream(), **ROWS}, "wrong_units"),
     (sum_of_rows, ROWS, "wrong_units"),
     (contrast_of_rows, ROWS, "coupled_loss"),
+    (with_settings, ROWS, "coupled_loss"),
     (mean_of_nodes, {"dataset": Graphs(), "collate_fn": torch.cat}, "wrong_units"),
     (from_the_fourth_step, {}, "coupled_loss"),
     (ramped, {}, "coupled_loss"),
     (balanced_experts, {}, "coupled_loss"),
     (balanced_experts, {"dtype": torch.float32}, "coupled_loss"),
+    (of_one_dtype, {"dtype": torch.float32}, "coupled_loss"),
     (hardest_five, {}, "coupled_loss"),
     (seeds_itself, {}, "own_generator"),
     (of_a_second_loader, {}, "kept_state"),
@@ -204,6 +233,7 @@ FINE: tuple[tuple[Loss, dict[str, Any]], ...] = (
     (plain, {"dataset": Noisy()}),
     (plain, {}),
     (plain, {"dtype": torch.float32}),
+    (small_difference, {"dtype": torch.float32}),
 )
 ALL = [(loss, options) for loss, options, _ in FOUND] + list(FINE)
 
@@ -247,6 +277,12 @@ class _Counting(nn.Linear):
         return super().forward(x)
 
 
+class _History(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+
 class _Average:
     def __init__(self) -> None:
         self.total, self.num = torch.zeros(()), 0
@@ -262,6 +298,14 @@ def _count_in_loss_fn(folder: str) -> list[float]:
     model, loader = run.prepare(_Counting(6, 5).double(), DataLoader(_data(), batch_size=BATCH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     num, sizes, by_class, average = 0, [], np.zeros(5), _Average()
+    counter, by_name, nested, plain = (
+        Counter[str](),
+        defaultdict[Any, int](int),
+        {"a": {"b": [0]}},
+        SimpleNamespace(num=0),
+    )
+    metrics = nn.ModuleDict({"size": _History()})
+    generator, expected = (torch.Generator().manual_seed(1) for _ in range(2))
 
     def loss_fn(batch: Any) -> Any:
         nonlocal num
@@ -270,6 +314,12 @@ def _count_in_loss_fn(folder: str) -> list[float]:
         sizes.append(len(x))
         np.add.at(by_class, y.numpy(), 1)
         average.add(y)
+        counter["num"] += len(x)
+        by_name[len(x)] += len(x)
+        nested["a"]["b"].append(len(x))
+        plain.num += len(x)
+        metrics["size"].sizes.append(len(x))  # type: ignore[union-attr, arg-type]
+        torch.rand((), generator=generator)
         return F.cross_entropy(model(x), y)
 
     for step in loader:
@@ -277,14 +327,18 @@ def _count_in_loss_fn(folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     assert model.num_calls == len(loader)
-    found = run.reduce([num, sum(sizes), by_class.sum(), average.num, float(average.total)])
+    torch.rand(len(loader), generator=expected)
+    assert torch.equal(torch.rand(2, generator=generator), torch.rand(2, generator=expected))
+    assert set(by_name) == {sizes[0]}
+    sums = [counter["num"], sum(by_name.values()), sum(nested["a"]["b"]), plain.num, sum(metrics["size"].sizes)]  # type: ignore
+    found = run.reduce([num, sum(sizes), by_class.sum(), average.num, float(average.total), *sums])
     run.close()
     return [float(value) for value in found]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_loss_fn_counts_is_put_back_after_a_look(num_ranks: int, tmp_path: Path) -> None:
-    expected = [NUM_SAMPLES] * 4 + [float(_data().tensors[1].sum())]
+    expected = [NUM_SAMPLES] * 4 + [float(_data().tensors[1].sum())] + [NUM_SAMPLES] * 5
     assert run_ranks(_count_in_loss_fn, num_ranks, str(tmp_path)) == [expected] * num_ranks
 
 

@@ -13,6 +13,7 @@ from evenload.training.verify.parts import fit
 from evenload.training.verify.random_draws import SharedDraws
 from evenload.training.verify.saved_state import Tracked, params_key, put_back, tracked_parameters
 from evenload.training.verify.sides import Gradient, Variant
+from evenload.training.verify.wrong_units import describe_metrics
 
 DRAWS = {
     "randn": lambda x: torch.randn(len(x), 3),
@@ -145,3 +146,10 @@ def test_a_gradient_that_one_side_lacks_counts_whole():
 @given(st.integers(0, 15))
 def test_a_variant_travels_as_an_integer(code):
     assert Variant.of(code).code() == code
+
+
+@pytest.mark.parametrize(("first", "second", "whole", "is_named"), [(0.5, -0.83, 0.001, False), (0.2, 0.5, 0.34, True)])
+def test_a_metric_that_nearly_cancels_out_is_compared_at_the_size_of_its_parts(first, second, whole, is_named):
+    parts = [Gradient([], 1.0, 5.0), Gradient([], 1.0, 3.0)]
+    metrics = [{"mean": value} for value in (whole, first, second)]
+    assert bool(describe_metrics(Gradient([], 1.0, 8.0), parts, metrics)) == is_named

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import dis
 import functools
 import inspect
 import pickle
@@ -217,7 +218,10 @@ def holders(value: Any, depth: int = 3, visited: dict[int, tuple[int, Any]] | No
         if depth and isinstance(code, types.FunctionType | types.MethodType):
             with suppress(ValueError):  # a name without a value yet
                 names = inspect.getclosurevars(code)
-                held.append(types.SimpleNamespace(**{**names.globals, **names.nonlocals}))
+                # Names of attributes are among them in some versions of Python.
+                loaded = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+                variables = {name: one for name, one in names.globals.items() if name in loaded}
+                held.append(types.SimpleNamespace(**variables, **names.nonlocals))
     for one in held:
         if not isinstance(one, type | types.ModuleType | torch.Tensor | str | int | float):
             yield from holders(one, depth - 1, visited)

@@ -1,13 +1,14 @@
 """Put back what a script keeps from call to call, after calls that are no part of the training.
 
-Counters, lists of losses, metrics and queues of loss_fn, of modules and of the dataset: the variables of their code, and what
-the objects there hold.
+Counters, lists of losses, metrics, queues and generators of loss_fn, of modules and of the dataset: the variables of their code,
+and what the objects there hold.
 """
 
 from __future__ import annotations
 
 import collections
 import io
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,24 +19,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from evenload.training.data.randomness import holders
+from evenload.training.data.randomness import find_generators, holders, load_generators, save_generators
 
 _DEPTH = 3
-_MAX_ENTRIES, _MAX_ELEMENTS = 1 << 16, 1 << 22
-"""Entries of a list, and elements of a tensor, that are copied."""
-_NOT_THE_USERS = ("evenload.", "torch.nn.", "torch.optim.", "torch._", "numpy", "builtins", "types")
-_CONTAINERS = (list, dict, set, collections.deque)
+_MAX_ENTRIES = 1 << 16
+_MAX_ALL_ENTRIES, _MAX_ELEMENTS = 1 << 20, 1 << 24
+"""Entries of all containers, and elements of all tensors, that are copied, the smallest first: large ones are data or frozen
+weights."""
+_NOT_THE_USERS = ("evenload.", "torch.nn.", "torch.optim.", "torch._", "numpy", "builtins")
+_CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, set, list, collections.deque)
 
 
 @contextmanager
 def state_put_back(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *others: Any) -> Iterator[None]:
     """Restore after the body what these hold; of models what is neither a buffer nor trained, which have their own rules."""
-    modules = [module for model in models for module in model.modules()]
-    owners = [*holders(loss_fn, _DEPTH), *(one for other in others for one in holders(other, 1)), *modules]
-    frozen = [
-        p.data for module in modules for p in module._parameters.values() if p is not None and not p.requires_grad
-    ]
-    undo = [step for owner in owners for step in _undo_of(owner)] + [step for p in frozen for step in _undo_of_value(p)]
+    owners = [*holders(loss_fn, _DEPTH), *(one for other in others for one in holders(other, 1))]
+    roots = [*models, *(one for one in owners if isinstance(one, nn.Module))]
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    frozen = {id(p): p.data for m in modules for p in m._parameters.values() if p is not None and not p.requires_grad}
+    held = {id(owner): owner for owner in (*owners, *modules)}
+    undo = [step for owner in list(held.values()) for step in _undo_of(owner, held)]
+    containers = [(kind, one) for one in held.values() if (kind := _container_of(one))]
+    for kind, one in _smallest(containers, lambda pair: pair[0].__len__(pair[1]), _MAX_ALL_ENTRIES):
+        undo.append(partial(_refill, kind, one, _entries(kind, one)))
+    for value in _smallest(filter(_is_array, (*held.values(), *frozen.values())), _size, _MAX_ELEMENTS):
+        undo.append(partial(_copy_back, value, value.clone() if isinstance(value, torch.Tensor) else value.copy()))
+    generators = find_generators(owners)
+    undo.append(partial(load_generators, generators, save_generators(generators)))
     try:
         yield
     finally:
@@ -52,9 +62,10 @@ def takes_from_an_iterator(loss_fn: Callable[..., Any]) -> bool:
     return any(not type(value).__module__.startswith("evenload.") for value in iterators)
 
 
-def _undo_of(owner: Any) -> Iterator[Callable[[], object]]:
-    """Yield what restores the variables of a function, the entries of a container or the attributes of an object."""
-    owner = getattr(owner, "__func__", owner)  # of a method
+def _undo_of(owner: Any, held: dict[int, Any]) -> Iterator[Callable[[], object]]:
+    """Yield what restores the variables of a function or the attributes of an object, and note in `held` what these are."""
+    if isinstance(owner, types.MethodType):
+        owner = owner.__func__
     values: list[Any] = []
     if isinstance(owner, types.FunctionType):
         for cell in owner.__closure__ or ():
@@ -64,29 +75,59 @@ def _undo_of(owner: Any) -> Iterator[Callable[[], object]]:
         named = {name: owner.__globals__[name] for name in owner.__code__.co_names if name in owner.__globals__}
         values += named.values()
         yield partial(owner.__globals__.update, named)
-    elif type(owner) in _CONTAINERS and len(owner) <= _MAX_ENTRIES:
-        values += owner.values() if isinstance(owner, dict) else owner
-        yield partial(_refill, owner, owner.copy())
-    elif not type(owner).__module__.startswith(_NOT_THE_USERS):
-        attributes = dict(getattr(owner, "__dict__", {}))
-        values += attributes.values()
-        yield partial(vars(owner).update, attributes) if attributes else list
-    for value in values:
-        yield from _undo_of_value(value)
+    elif kind := _container_of(owner):
+        values += _entries(kind, owner)
+    if not type(owner).__module__.startswith(_NOT_THE_USERS):
+        with suppress(TypeError, AttributeError):  # an object with slots, a class
+            attributes = vars(owner)
+            values += attributes.values()
+            yield partial(attributes.update, dict(attributes))
+    held.update((id(value), value) for value in values)
 
 
-def _undo_of_value(value: Any) -> Iterator[Callable[[], object]]:
-    if type(value) is torch.Tensor and not value.requires_grad and value.numel() <= _MAX_ELEMENTS:
-        yield partial(_copy_back, value, value.clone())
-    elif isinstance(value, np.ndarray) and value.size <= _MAX_ELEMENTS:
-        yield partial(np.copyto, value, value.copy())
+def _smallest(values: Iterable[Any], size: Callable[[Any], int], total: int) -> Iterator[Any]:
+    for value in sorted(values, key=size):
+        total -= size(value)
+        if total < 0:
+            return
+        yield value
 
 
-def _refill(held: Any, saved: Any) -> None:
-    held.clear()
-    (held.update if isinstance(held, dict | set) else held.extend)(saved)
+def _container_of(value: Any) -> Any:
+    """Return the kind of a container that is not too large; None for anything else."""
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    return kind if kind is not None and kind.__len__(value) <= _MAX_ENTRIES else None
 
 
-def _copy_back(held: torch.Tensor, saved: torch.Tensor) -> None:
-    if not torch.equal(held, saved):
-        held.copy_(saved)
+def _entries(kind: Any, held: Any) -> list[Any]:
+    # By the methods of the kind: a class of the script's own may have others under these names.
+    return [*kind.keys(held), *kind.values(held)] if issubclass(kind, dict) else [*kind.__iter__(held)]
+
+
+def _refill(kind: Any, held: Any, saved: list[Any]) -> None:
+    now = _entries(kind, held)
+    if len(now) == len(saved) and all(map(operator.is_, now, saved)):
+        return  # another thread may be reading it
+    kind.clear(held)
+    if issubclass(kind, dict):
+        half = len(saved) // 2
+        kind.update(held, zip(saved[:half], saved[half:], strict=True))
+    else:
+        (kind.update if kind is set else kind.extend)(held, saved)
+
+
+def _is_array(value: Any) -> bool:
+    is_tensor = type(value) is torch.Tensor and not value.requires_grad
+    return is_tensor or (isinstance(value, np.ndarray) and not isinstance(value, np.memmap))
+
+
+def _size(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else value.size
+
+
+def _copy_back(held: Any, saved: Any) -> None:
+    if isinstance(held, torch.Tensor):
+        if not torch.equal(held, saved):
+            held.copy_(saved)
+    elif not np.array_equal(held, saved):
+        np.copyto(held, saved)

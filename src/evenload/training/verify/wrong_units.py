@@ -79,11 +79,11 @@ def describe_metrics(whole: Gradient, parts: Sequence[Gradient], metrics: Sequen
     """Return which metric of the whole (the first) is not the mean of those of its parts (the next ones); empty for none."""
     units = math.fsum(part.units for part in parts)
     for name, value in metrics[0].items() if units else ():
-        terms = [
-            part.units * of[name] for part, of in zip(parts, metrics[1:], strict=False) if part.units and name in of
+        of_parts = [
+            (part.units, of[name]) for part, of in zip(parts, metrics[1:], strict=False) if part.units and name in of
         ]
-        mean = math.fsum(terms) / units
-        if abs(mean - value) > _LEAST_SHIFT * max(abs(mean), abs(value)):
+        mean = math.fsum(num * of for num, of in of_parts) / units
+        if abs(mean - value) > _LEAST_SHIFT * max([abs(value), *(abs(of) for _, of in of_parts)]):
             return (
                 f"the metric {name!r} is no mean over the units of the loss: of a few samples it is {value:.4g}, and the mean of "
                 f"its parts {mean:.4g}. step.metrics[{name!r}] is the mean over all parts, so it depends on the split. Return "
