@@ -26,8 +26,8 @@ from evenload.training.parallel.factory import STRATEGIES
 from evenload.training.step.unread_log import UnreadLog
 
 SOURCE = Path(evenload.__file__).parent
-NUM_STEPS, FIRST = 10, 4
-"""The steps before `FIRST` prepare."""
+NUM_STEPS, FIRST = 13, 7
+"""The steps before `FIRST` prepare; loss_fn is looked at in the first, and from the fifth on in up to three."""
 CONVERSIONS = {
     *("item", "tolist", "numpy", "cpu", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "unique"),
     *("__float__", "__bool__", "__int__", "__index__", "__contains__", "__array__"),
@@ -76,7 +76,9 @@ class Script:
         self.run = evenload.init(project_dir=project_dir, seed=0, **settings)
         if (log := self.run._context.recorder).writes:
             log._unread_log = UnreadLog(log._write_log, is_late=torch.Tensor)
-        data = TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(0)), torch.arange(80))
+        data = TensorDataset(
+            torch.randn(8 * NUM_STEPS, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8 * NUM_STEPS)
+        )
         torch.manual_seed(1)
         self.model = self.make_model()
         self.model, self.loader = self.run.prepare(self.model, DataLoader(data, batch_size=8))

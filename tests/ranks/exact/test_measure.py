@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,32 @@ import torch
 
 from evenload.testing import run_ranks
 from evenload.training.compute import batchnorm, micro_steps
+from evenload.training.parallel import ddp
 from tests.ranks.exact.measure import BOUND, check, difference
 from tests.ranks.exact.ranks import Setting, train
 from tests.ranks.exact.reference import Reference
 from tests.ranks.exact.tasks import TASKS
 
+BACKWARD = ddp._backward
+
+
+def _change_losses(change: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+    """Change the loss of each micro-batch before its backward, until `train_wrongly` puts it back."""
+
+    def wrong(reducer: Any, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+        BACKWARD(reducer, change(loss, last), last=last, idle=idle)
+
+    ddp._backward = wrong
+
 
 def _weigh_all_ranks_equally(run: Any) -> None:
     """What DistributedDataParallel does: a mean over ranks of local means."""
-    backward = run._context.engine.strategy._backward
     step = run._loaders[0]
-
-    def wrong(loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        share = max(1, step.planner.shares[run.rank])
-        backward(loss * (32 / 3 / share), last=last, idle=idle)
-
-    run._context.engine.strategy._backward = wrong
+    _change_losses(lambda loss, last: loss * (32 / 3 / max(1, step.planner.shares[run.rank])))
 
 
 def _leave_a_micro_batch_out(run: Any) -> None:
-    backward = run._context.engine.strategy._backward
-    run._context.engine.strategy._backward = lambda loss, *, last, idle: backward(
-        loss if last or run.rank != 2 else loss * 0, last=last, idle=idle
-    )
+    _change_losses(lambda loss, last: loss if last or run.rank != 2 else loss * 0)
 
 
 def _normalise_locally(run: Any) -> None:
@@ -59,6 +63,7 @@ def train_wrongly(folder: str, strategy: str) -> list[Any]:
     for index, (name, setting, wrong) in enumerate(WRONG.values()):
         setting = replace(setting, strategy=strategy)
         records.append(train(TASKS[name](), setting, f"{folder}/{index}", wrong=wrong))
+        ddp._backward = BACKWARD
     nominal = micro_steps.nominal_units
     micro_steps.nominal_units = lambda *args: nominal(*args) * 1.000001  # type: ignore[assignment]
     records.append(

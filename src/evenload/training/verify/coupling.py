@@ -33,6 +33,7 @@ from evenload.training.data import checks
 from evenload.training.data.batches import leaves_of
 from evenload.training.data.randomness import find_generators, holders, save_generators
 from evenload.training.data.rows import NoRowsError, cut_rows
+from evenload.training.parallel.grad_hooks import SummedHooks
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
@@ -350,12 +351,16 @@ class CouplingWatch(StepListener):
 
 @contextlib.contextmanager
 def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Take away gradients of parameters, and the script's hooks on them, which run once for each sum over ranks."""
     held = [(param, param.grad) for model in models for param in model.parameters()]
+    hooks = SummedHooks([param for param, _ in held])
+    hooks.take()
     for param, _ in held:
         param.grad = None
     try:
         yield
     finally:
+        hooks.put_back()
         for param, grad in held:
             param.grad = grad
 
