@@ -26,7 +26,7 @@ from evenload.training.parallel.factory import STRATEGIES
 from evenload.training.step.unread_log import UnreadLog
 
 SOURCE = Path(evenload.__file__).parent
-NUM_STEPS, FIRST = 13, 7
+NUM_STEPS, FIRST = 10, 7
 """The steps before `FIRST` prepare; loss_fn is looked at in the first, and from the fifth on in up to three."""
 CONVERSIONS = {
     *("item", "tolist", "numpy", "cpu", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "unique"),
