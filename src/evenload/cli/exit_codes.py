@@ -8,7 +8,7 @@ _USUAL = {"0": "done", "2": "an option, a setting or a request is wrong; the mes
 _SIGNALLED = {"130": "ended by Ctrl-C", "143": "ended by SIGTERM"}
 _RUN = {
     "0": "all ranks succeeded",
-    "1": "a rank failed, also by a setting that contradicts its script; its error is printed once",
+    "1": "a rank failed, or a setting contradicts what the script sets; the error is printed once",
     "2": _USUAL["2"],
     "75": "saved and stopped on request; the same command continues",
     **_SIGNALLED,

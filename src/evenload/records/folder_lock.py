@@ -1,4 +1,4 @@
-"""One process writes a run folder: a second one would mix its records and replace its checkpoints."""
+"""Allow one process at a time to write a run folder: two would mix their records and replace each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LOCK_FILE = "run.lock"
 
 
 def lock_folder(folder: Path, *, waits: bool = False) -> IO[str]:
-    """Acquire the lock of a run folder. It ends with the file or this process; loader workers do not inherit it.
+    """Lock a run folder, and return the open lock file. The lock is released when that is closed or this process ends.
 
-    With `waits` (a rank that writes from now on) a thread acquires it as soon as the process that holds it has ended.
+    Loader workers do not inherit it. With `waits` (a rank that writes from now on) it returns at once, and a thread takes the
+    lock when the process that holds it has ended. On a file system without locks nothing is locked.
 
     Raises:
         ConfigError: another process holds it, or the folder is not writable.
@@ -30,7 +31,9 @@ def lock_folder(folder: Path, *, waits: bool = False) -> IO[str]:
     try:
         file = path.open("a+")
     except FileNotFoundError:
-        raise ConfigError(f"the run folder {folder} is in use by another process, which begins it anew") from None
+        raise ConfigError(
+            f"the run folder {folder} vanished: another process may have begun it anew (--fresh)"
+        ) from None
     except OSError as error:
         check_free(folder)
         raise ConfigError(
@@ -55,7 +58,7 @@ def lock_folder(folder: Path, *, waits: bool = False) -> IO[str]:
 
 
 def check_free(folder: Path) -> None:
-    """Raise ConfigError if another process is known to hold the lock of a run folder. Not for one that holds it itself."""
+    """Raise ConfigError if another process is known to hold the lock. Not for its holder: reading would release it."""
     with contextlib.suppress(OSError):  # there is none, or this file system has no locks
         holder, is_held = _read_lock(folder)
         if is_held:

@@ -1,7 +1,7 @@
-"""Put back what a script keeps from call to call, after calls that are no part of the training.
+"""Restore the state of a script after calls of loss_fn that are no part of the training.
 
-Counters, lists of losses, metrics, queues and generators of loss_fn, of modules and of the dataset: the variables of their code,
-and what the objects there hold.
+It restores counters, lists, metrics, queues and random generators of loss_fn, of the modules and of the dataset: the variables
+of their code, and what the objects there hold. Names that the calls create stay, as do attributes of functions and classes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from evenload.training.data.randomness import find_generators, holders, load_gen
 
 _DEPTH = 3
 _MAX_ENTRIES = 1 << 16
+"""Of one container."""
 _MAX_ALL_ENTRIES, _MAX_ELEMENTS = 1 << 20, 1 << 24
 """Entries of all containers, and elements of all tensors, that are copied, the smallest first: large ones are data or frozen
 weights."""
-_NOT_THE_USERS = ("evenload.", "torch.nn.", "torch.optim.", "torch._", "numpy", "builtins")
+_LIBRARY_MODULES = ("evenload.", "torch.nn.", "torch.optim.", "torch._", "numpy", "builtins")
 _CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, set, list, collections.deque)
 
 
 @contextmanager
 def state_put_back(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *others: Any) -> Iterator[None]:
-    """Restore after the body what these hold; of models what is neither a buffer nor trained, which have their own rules."""
+    """Restore after the body what these hold, but no buffer or trained parameter of `models`: the caller restores those."""
     owners = [*holders(loss_fn, _DEPTH), *(one for other in others for one in holders(other, 1))]
     roots = [*models, *(one for one in owners if isinstance(one, nn.Module))]
     modules = {id(module): module for root in roots for module in root.modules()}.values()
@@ -63,7 +64,7 @@ def takes_from_an_iterator(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _undo_of(owner: Any, held: dict[int, Any]) -> Iterator[Callable[[], object]]:
-    """Yield what restores the variables of a function or the attributes of an object, and note in `held` what these are."""
+    """Yield what restores the variables of a function or the attributes of an object; add their values to `held`."""
     if isinstance(owner, types.MethodType):
         owner = owner.__func__
     values: list[Any] = []
@@ -77,7 +78,7 @@ def _undo_of(owner: Any, held: dict[int, Any]) -> Iterator[Callable[[], object]]
         yield partial(owner.__globals__.update, named)
     elif kind := _container_of(owner):
         values += _entries(kind, owner)
-    if not type(owner).__module__.startswith(_NOT_THE_USERS):
+    if not type(owner).__module__.startswith(_LIBRARY_MODULES):
         with suppress(TypeError, AttributeError):  # an object with slots, a class
             attributes = vars(owner)
             values += attributes.values()
