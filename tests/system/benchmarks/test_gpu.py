@@ -63,6 +63,7 @@ ON_CPU = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_code_of_each_experiment_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     words = f"{name} {ON_CPU[name]} --cpu".split()
@@ -70,7 +71,7 @@ def test_the_code_of_each_experiment_runs_on_a_cpu(name: str, tmp_path: Path) ->
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.lab", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
