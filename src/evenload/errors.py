@@ -91,5 +91,5 @@ class RankFailedError(EvenloadError):
 class PeerLostError(EvenloadError):
     """Another rank is gone. This is a consequence: the launcher looks for the cause on other ranks."""
 
-    takes_all = False
+    restarts_all = False
     """True if no rank that is left can go on without it, and all start again from the newest checkpoint."""

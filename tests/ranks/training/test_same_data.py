@@ -31,8 +31,10 @@ def split_before_init(folder: str, seeded: bool) -> Any:
 
 
 def test_a_split_that_differs_between_processes_is_refused(tmp_path: Path) -> None:
-    told = run_ranks(split_before_init, 2, str(tmp_path / "run"), False)
-    assert all(text.startswith("the loaders select different samples on rank 1 and on rank 0") for text in told), told
+    errors = run_ranks(split_before_init, 2, str(tmp_path / "run"), False)
+    assert all(text.startswith("the loaders select different samples on rank 1 and on rank 0") for text in errors), (
+        errors
+    )
     both = run_ranks(split_before_init, 2, str(tmp_path / "seeded"), True)
     assert len(both[0] + both[1]) == len({*both[0], *both[1]}) == 48
 
@@ -47,8 +49,8 @@ def other_evaluation(folder: str) -> str:
 
 
 def test_loaders_of_an_evaluation_are_compared_too(tmp_path: Path) -> None:
-    told = run_ranks(other_evaluation, 2, str(tmp_path / "run"))
-    assert all("rank 0 has 40 samples in batches of 8, rank 1 has 41 samples" in text for text in told), told
+    errors = run_ranks(other_evaluation, 2, str(tmp_path / "run"))
+    assert all("rank 0 has 40 samples in batches of 8, rank 1 has 41 samples" in text for text in errors), errors
 
 
 def weights_from_losses(folder: str, agreed: bool) -> str:
@@ -85,9 +87,9 @@ def weights_from_losses(folder: str, agreed: bool) -> str:
 
 
 def test_a_sampler_that_each_rank_changes_by_its_own_losses_is_refused(tmp_path: Path) -> None:
-    told = run_ranks(weights_from_losses, 2, str(tmp_path / "own"), False)
-    assert all(text.startswith("in epoch 1: ") for text in told), told
-    assert "WeightedRandomSampler drew the same samples on all ranks before, and now others on rank 1" in told[1]
+    errors = run_ranks(weights_from_losses, 2, str(tmp_path / "own"), False)
+    assert all(text.startswith("in epoch 1: ") for text in errors), errors
+    assert "WeightedRandomSampler drew the same samples on all ranks before, and now others on rank 1" in errors[1]
     assert run_ranks(weights_from_losses, 2, str(tmp_path / "agreed"), True) == ["went on"] * 2
 
 
@@ -115,5 +117,5 @@ def own_buffer(folder: str) -> str:
 
 
 def test_data_in_a_variable_of_the_script_is_compared(tmp_path: Path) -> None:
-    told = run_ranks(own_buffer, 2, str(tmp_path / "run"))
-    assert all(text.startswith("the dataset holds different values on rank 1 and on rank 0") for text in told), told
+    errors = run_ranks(own_buffer, 2, str(tmp_path / "run"))
+    assert all(text.startswith("the dataset holds different values on rank 1 and on rank 0") for text in errors), errors

@@ -19,14 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.atomic_file import write_atomically
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError
 from evenload.records.checkpoints import list_checkpoints, read_best
 from evenload.records.reader import read_events
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint import retention as retention_module
-from evenload.training.checkpoint.export import export_checkpoint, write_weights
 from evenload.training.checkpoint.host_copy import HostBuffers
 from evenload.training.checkpoint.retention import Retention
 from tests.small_disk import small_disk
@@ -470,41 +468,3 @@ def test_a_gpu_copies_into_pinned_memory() -> None:
     tensors["a"].mul_(2)
     second = buffers.copy(tensors)["a"]
     assert second.data_ptr() == first.data_ptr() and torch.equal(second, tensors["a"].cpu())
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_weights_that_find_no_room_leave_no_partial_file(tmp_path: Path, suffix: str) -> None:
-    """The error of safetensors is no OSError: its export ended with a traceback."""
-    files.write(tmp_path / "run", 1, _big(1))
-    with small_disk(tmp_path / "disk", 200_000):
-        out = tmp_path / "disk" / f"model{suffix}"
-        with pytest.raises(ConfigError, match=rf"model{suffix} ?.*: .*give the path of a file"):
-            export_checkpoint(tmp_path / "run", out)
-        assert list(out.parent.iterdir()) == []
-
-
-def test_weights_and_pages_are_not_written_in_place_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``.`` has no name to write beside it, which ended with a traceback."""
-    files.write(tmp_path / "run", 1, _big(1))
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for out in (Path(), here):
-        with pytest.raises(ConfigError, match=r"can't be written to .*give the path of a file"):
-            export_checkpoint(tmp_path / "run", out)
-        with pytest.raises(OSError, match=r"busy|directory"):
-            write_atomically(out, "a page")
-    assert [*here.iterdir()] == [] and not list(tmp_path.glob(".*"))
-
-
-class _Unready(nn.Linear):
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        raise KeyError("quantizer")
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_an_error_of_the_models_own_is_no_error_of_the_path(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(KeyError, match="quantizer"):
-        write_weights(tmp_path / f"model{suffix}", _Unready(2, 2))

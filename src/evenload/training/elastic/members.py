@@ -200,7 +200,7 @@ class Members(StepListener):
     def _follow_changes(self, error: PeerLostError) -> int:
         """Begin the newest generation after a loss; return how many collectives a rank in it has completed."""
         groups = self._context.groups
-        if not self._is_capable or groups.closed or error.takes_all:
+        if not self._is_capable or groups.closed or error.restarts_all:
             raise error
         after = self._tried
         while True:
@@ -214,7 +214,7 @@ class Members(StepListener):
                 return self._switch(change)
             except (PeerLostError, LaunchError) as failed:
                 error = _as_lost(failed)
-                if error.takes_all:
+                if error.restarts_all:
                     raise error from None
 
     # -- one change -----------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Members(StepListener):
         if not whole:
             context.loop.unsound = "they are of an earlier step"
             error = PeerLostError("the only rank that had computed the last step is lost, and the others had missed it")
-            error.takes_all = True
+            error.restarts_all = True
             raise error
         late = [r for r, o in enumerate(standings) if o.joins or o.is_behind or o.num_backwards < max(whole)]
         source = next(r for r in range(len(standings)) if r not in late)

@@ -78,7 +78,7 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
         traceback=formatted,
         step=step,
         consequence=is_consequence(error),
-        lost=_is_device_lost(error) or (isinstance(error, PeerLostError) and error.takes_all),
+        lost=_is_device_lost(error) or (isinstance(error, PeerLostError) and error.restarts_all),
         exit_code=exit_code,
         time_s=time.time(),
     )

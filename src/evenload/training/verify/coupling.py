@@ -41,7 +41,7 @@ from evenload.training.verify import wrong_units as wrong
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
 from evenload.training.verify.findings import TOLERANCES
-from evenload.training.verify.loss_state import state_put_back, takes_from_an_iterator
+from evenload.training.verify.loss_state import state_restored, uses_an_iterator
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
 from evenload.training.verify.random_draws import HALF, OwnState, SharedDraws
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
@@ -163,7 +163,7 @@ class CouplingWatch(StepListener):
 
     def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> Finding | None:
         """Return what is wrong with the loss; None if the samples show nothing."""
-        if takes_from_an_iterator(loss_fn):  # calls beside the training would use it up
+        if uses_an_iterator(loss_fn):  # calls beside the training would use it up
             return "kept_state", _ITERATOR
         read = self._read(step, num_samples)
         # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
@@ -322,7 +322,7 @@ class CouplingWatch(StepListener):
         context, models = self._context, self._models
         loader = step.loader.user_loader
         with contextlib.ExitStack() as stack:
-            stack.enter_context(state_put_back(models, loss_fn, loader.dataset, loader.collate_fn))
+            stack.enter_context(state_restored(models, loss_fn, loader.dataset, loader.collate_fn))
             others = randomness.other_gpus(models, context.device)
             stack.enter_context(randomness.set_aside(context.device, others))
             stack.enter_context(buffers_restored(models))

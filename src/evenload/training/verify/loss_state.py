@@ -32,7 +32,7 @@ _CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, set, list, collec
 
 
 @contextmanager
-def state_put_back(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *others: Any) -> Iterator[None]:
+def state_restored(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *others: Any) -> Iterator[None]:
     """Restore after the body what these hold, but no buffer or trained parameter of `models`: the caller restores those."""
     owners = [*holders(loss_fn, _DEPTH), *(one for other in others for one in holders(other, 1))]
     roots = [*models, *(one for one in owners if isinstance(one, nn.Module))]
@@ -55,7 +55,7 @@ def state_put_back(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *ot
                 step()
 
 
-def takes_from_an_iterator(loss_fn: Callable[..., Any]) -> bool:
+def uses_an_iterator(loss_fn: Callable[..., Any]) -> bool:
     """Return whether loss_fn names an iterator, such as that of a second loader."""
     named = [vars(one) for one in holders(loss_fn, _DEPTH) if type(one) is types.SimpleNamespace]
     values = [value for names in named for value in names.values()]
