@@ -26,6 +26,9 @@ from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.step import Step, StepListener
 
+_STEPS_TO_LEAVE = 4
+"""A rank with a share of 0 has left after so many steps, unless it must stay."""
+
 
 class ComputingRanks(StepListener):
     """Follows the plans: which ranks compute the next step."""
@@ -40,7 +43,9 @@ class ComputingRanks(StepListener):
         self.optimizer: Optimizer | None = None
         """The one that steps now."""
         self._has_begun = False
-        self._reported = ""
+        self._reported = False
+        self._num_idle = 0
+        """Steps in which a rank without samples computed."""
 
     @property
     def rests(self) -> bool:
@@ -129,11 +134,15 @@ class ComputingRanks(StepListener):
     def _report_staying(self, step: Step) -> None:
         """Report once that a rank without samples computes all the same, and its cost."""
         plan, planner = step.batch.plan, step.planner
-        idle = [rank for rank, share in enumerate(plan.shares) if share == 0 and rank not in plan.out]
-        if not idle or self._reported or step.arm or all(planner.may_leave) or planner.world_size != plan.world_size:
+        if self._reported or step.arm or planner.world_size != plan.world_size:
             return
-        reason = self._context.engine.stays_because or "another rank can't be left out"
-        self._reported = reason
+        idle = [rank for rank, share in enumerate(plan.shares) if not share and not (rank and planner.may_leave[rank])]
+        self._num_idle += bool(idle)
+        if self._num_idle <= _STEPS_TO_LEAVE:
+            return
+        self._reported = True
+        reason = "rank 0 never leaves the steps" if idle == [0] else self._context.engine.stays_because
+        reason = reason or "another rank can't be left out"
         self._context.recorder.event(
             "stays",
             f"rank {', '.join(map(str, idle))} has no samples but computes one of weight 0 in each micro-batch, for which the "

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from evenload.balance.decision import Decision, Observation, expected_gains
+from evenload.balance.fixed_shares import FixedShares
 from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import ReplicaBalancer
 from evenload.balance.split import Caps
@@ -222,7 +223,11 @@ def _answer(
     return decision, take_note(balancer), gains
 
 
-def take_note(balancer: Balancer | ReplicaBalancer | BalancerProcess) -> tuple[str, str] | None:
+AnyBalancer = Balancer | BalancerProcess | ReplicaBalancer | FixedShares
+"""What decides for a planner."""
+
+
+def take_note(balancer: AnyBalancer) -> tuple[str, str] | None:
     """Return the kind and the text of a note for people, once."""
     if isinstance(balancer, BalancerProcess):
         return balancer.take_note()

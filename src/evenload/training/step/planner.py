@@ -13,6 +13,7 @@ from dataclasses import replace
 from evenload.balance.batch import best_split
 from evenload.balance.contention import Contention, ReplicaObservation
 from evenload.balance.decision import Decision, Observation, expected_gains
+from evenload.balance.fixed_shares import FixedShares
 from evenload.balance.memory_caps import SINGLE_TRIES, MemoryCaps
 from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.rebalance import Balancer
@@ -31,7 +32,7 @@ from evenload.training.step.assignment import (
     assignments_in,
     check_shares,
 )
-from evenload.training.step.balancer_process import BalancerProcess, take_note
+from evenload.training.step.balancer_process import AnyBalancer, BalancerProcess, take_note
 from evenload.training.step.plan_source import PlanSource, StepsInOrder
 
 LEAD_STEPS = 2
@@ -384,17 +385,17 @@ class Planner(StepsInOrder):
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
-    def _new_balancer(
-        self, shares: Shares, count: int | None = None
-    ) -> Balancer | BalancerProcess | ReplicaBalancer | None:
+    def _new_balancer(self, shares: Shares, count: int | None = None) -> AnyBalancer | None:
         """Return what decides from now on, beginning with these shares; None where nothing is decided here."""
         caps = self._assignments[-1].caps
         if self._on_contention is not None and self.world_size > 1:
             return ReplicaBalancer(
                 self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count, adapts=self._adapts
             )
-        if not self._adapts or self.rank != 0:
+        if self.rank:
             return None
+        if not self._adapts:
+            return FixedShares(shares) if 0 in shares[1:] else None
         kind = Balancer if self.world_size <= MANY_RANKS else BalancerProcess
         return kind(self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count)
 
