@@ -52,6 +52,7 @@ REFUSED: dict[str, str] = {
     wrong.embedding_that_scales_its_rows.__name__: r"ConfigError: Sequential.0 has max_norm=0.5",
     wrong.running_statistics_of_instances.__name__: r"DivergenceError: .*buffer 2.running_mean",
     wrong.initialised_after_prepare.__name__: r"DivergenceError: .*at step 0.*parameter 2.weight",
+    wrong.head_trained_beside_copies.__name__: r"StepError: SGD steps 2 parameters that are in no model given to run.prepare",
     wrong.sharded_after_prepare.__name__: _SHARDED,
     wrong.sharded_before_prepare.__name__: _SHARDED,
     wrong.kronecker_factors.__name__: r"DivergenceError: .*parameter 0.weight.*samples \(sum it with run.reduce",

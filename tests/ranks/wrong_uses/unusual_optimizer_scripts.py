@@ -174,6 +174,41 @@ def weights_put_back(job: Job) -> Any:
     return job.weights()
 
 
+# weights beside the model's, to which the script copies gradients
+
+
+def master_weights(job: Job) -> Any:
+    """As apex's FP16_Optimizer does."""
+    model = job.prepare(job.network())
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = job.optimizer(masters)
+    for step in job.steps():
+        step.backward(job.loss)
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    return job.weights()
+
+
+def parameters_as_views_of_a_vector(job: Job) -> Any:
+    model = job.prepare(job.network())
+    flat = torch.nn.Parameter(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.nn.utils.vector_to_parameters(flat.data, model.parameters())
+    optimizer = job.optimizer([flat])
+    for step in job.steps():
+        step.backward(job.loss)
+        flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+    return job.weights()
+
+
 # the memory of gradients
 
 

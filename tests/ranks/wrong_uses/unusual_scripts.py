@@ -55,7 +55,7 @@ class _Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
-def parametrization_cached_around_the_step(job: Job) -> Any:
+def parametrization_cached_for_a_step(job: Job) -> Any:
     model = job.network()
     parametrize.register_parametrization(model[2], "weight", _Symmetric())
     job.prepare(model)

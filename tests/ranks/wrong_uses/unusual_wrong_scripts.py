@@ -160,6 +160,27 @@ def sharded_before_prepare(job: Job) -> Any:
     return job.train()
 
 
+def head_trained_beside_copies(job: Job) -> Any:
+    """The script fills the gradients of copies itself, but a head receives its own, from this rank's samples."""
+    model = job.prepare(job.network())
+    torch.manual_seed(4)
+    head = nn.Linear(1, 1).double()
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = job.optimizer([*copies, *head.parameters()])
+
+    def with_head(batch: Any) -> torch.Tensor:
+        return job.loss(batch) + head(model(batch[0])).square().mean()
+
+    for step in job.steps():
+        step.backward(with_head if step.index > 3 else job.loss)
+        for copied, p in zip(copies, model.parameters(), strict=True):
+            copied.grad = p.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+    return job.weights()
+
+
 # statistics of this rank's samples
 
 

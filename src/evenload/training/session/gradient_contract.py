@@ -218,6 +218,7 @@ class GradientContract(StepListener):
         if known.stray and self._context.num_sharing > 1:
             covers = self._context.engine.covers
             stray = [p for p in known.stray if p.grad is not None and not covers(p)]
+            stray = [p for p in stray if not self._unprepared.is_filled_by_hand(p)]
             if stray:
                 raise StepError(
                     STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
