@@ -53,9 +53,8 @@ class LocalReducer(CallGradients):
         self._device_type = next((param.device.type for param in self._params if param.device.type != "cpu"), "cpu")
         """``cpu`` where all parameters lie in the host's memory."""
         self._found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._zeroed: list[torch.Tensor] = []
-        """Gradients that were present, and 0, before this call: new ones are added to them in place."""
-        self._zero_versions: list[int] = []
+        self._zeroed: dict[torch.Tensor, int] = {}
+        """Gradients that were present, and 0, before this call, and their versions: new ones are added to them in place."""
         self._looked_at: list[int] = []
         """Slots whose present gradients the host looks at when the first backward begins."""
         self._last_versions: list[int] = []
@@ -69,7 +68,7 @@ class LocalReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
-        self._stash, self._zeroed, self._zero_versions, self._earlier = self._no_stash, [], [], None
+        self._stash, self._zeroed, self._earlier = self._no_stash, {}, None
         if (grads := self._present()) is None:
             return
         self._stash = grads
@@ -95,7 +94,7 @@ class LocalReducer(CallGradients):
 
     def begin_again(self) -> None:
         """Do what `begin` does, where all `is_as_before`."""
-        self._live, self._zeroed, self._earlier = True, [], None
+        self._live, self._zeroed, self._earlier = True, {}, None
         self._arrived.clear()
 
     def open_again(self) -> None:
@@ -181,23 +180,25 @@ class LocalReducer(CallGradients):
         self._close()
         if was_live:
             if self._zeroed:
-                torch._foreach_zero_(self._zeroed)
+                torch._foreach_zero_(list(self._zeroed))
             self._restore()
 
     def _keep(self, zero_indices: Iterable[int]) -> None:
         for index in zero_indices:
             if (grad := self._stash[index]) is not None:
                 self._params[index].grad = grad
-                self._zeroed.append(grad)
-                self._zero_versions.append(grad._version)
+                self._zeroed[grad] = grad._version
 
     def _look_for_set(self) -> None:
         """Raise StepError if loss_fn has set a gradient before the first backward; it may remove those that are 0."""
         if all(map(operator.is_, map(_GRAD, self._params), itertools.repeat(None))):
             return
-        zeroed = {id(grad): version for grad, version in zip(self._zeroed, self._zero_versions, strict=True)}
         for slot in self.slots:
-            if (grad := slot.param.grad) is not None and zeroed.get(id(grad)) != grad._version and any_nonzero([grad]):
+            if (
+                (grad := slot.param.grad) is not None
+                and self._zeroed.get(grad) != grad._version
+                and any_nonzero([grad])
+            ):
                 raise StepError(SET_IN_LOSS_FN.format(name=slot.name))
 
     def _put_back_earlier(self) -> None:
