@@ -1,12 +1,18 @@
 """Cost of a device that is 100 times slower than the best one, and is left out.
 
-Method: two CPU ranks, each on a core of its own, an MLP with 7.4 MB of gradients and batches of 64, 256 and 1,024 samples. Rank 1
-computes 100 times as long as rank 0 for the same samples, by burning CPU time in loss_fn. Epochs of Evenload alternate with
-equally many steps of a plain loop (its own copy of the model, the same data) on rank 0 alone, in the same processes. The ratio
-is the plain loop's seconds over Evenload's, by round and over all rounds after the first two, in which the speeds are measured;
-trials of rank 1 are in it.
+Method: an MLP with 7.4 MB of gradients and batches of 64, 256 and 1,024 samples. Three arms take turns, an epoch each, on one
+core:
 
-Bar: at least 0.98 over all rounds, for each batch size.
+- left out: rank 0 of two CPU ranks. Rank 1, on a core of its own, computes 100 times as long for the same samples, by burning CPU
+  time in loss_fn.
+- alone: the same script on one CPU rank, the best device's own speed. Its process sleeps while the two ranks train.
+- plain: a plain loop (its own copy of the model, the same data) in the process of rank 0.
+
+All over the rounds after the first two, in which the speeds are measured; trials of rank 1 are in it. The cost of the rank that
+is left out is that of `left out` beside `alone`; what Evenload's own steps cost (benchmarks small_steps) is in both, and shows
+beside `plain`.
+
+Bar: seconds of `alone` over those of `left out` at least 0.98 over all rounds, for each batch size.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,20 +41,27 @@ from evenload.testing import run_ranks
 SLOWER, WARMUP_ROUNDS = 100, 2
 EPOCH_STEPS = {64: 100, 256: 40, 1024: 20}
 """Steps of an epoch by global batch."""
+LEFT_OUT, ALONE, PLAIN = ARMS = "left out", "alone", "plain"
+_LIMIT_S = 600
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Both loops, by turns, for each batch size."""
+    """All arms, by turns, for each batch size."""
     cases, bars = {}, {}
     for batch in [64] if quick else EPOCH_STEPS:
-        with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
-            found = run_ranks(_train, 2, folder, batch, 3 if quick else 26, timeout_s=600)[0]
-        usual = found["rounds"][WARMUP_ROUNDS:]
-        ratio = bootstrap([plain / ours for ours, plain in usual])
-        overall = sum(plain for _, plain in usual) / sum(ours for ours, _ in usual)
-        cases[str(batch)] = {**found, "ratio": vars(ratio), "overall": overall}
+        with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder, ThreadPoolExecutor(1) as pool:
+            num_rounds = 3 if quick else 26
+            of_alone = pool.submit(run_ranks, _train, 1, folder, "one", batch, num_rounds, timeout_s=_LIMIT_S)
+            found = run_ranks(_train, 2, folder, "two", batch, num_rounds, timeout_s=_LIMIT_S)[0]
+            found["seconds"] |= of_alone.result()[0]["seconds"]
+        usual = {arm: found["seconds"][arm][WARMUP_ROUNDS:] for arm in ARMS}
+        cases[str(batch)] = {
+            **found,
+            "ratio": {arm: _ratio(usual[arm], usual[LEFT_OUT]) for arm in (ALONE, PLAIN)},
+            "overall": {arm: sum(usual[arm]) / sum(usual[LEFT_OUT]) for arm in (ALONE, PLAIN)},
+        }
         if not quick:
-            bars[f"batch {batch}: over all rounds >= 0.98"] = overall >= 0.98
+            bars[f"batch {batch}: alone/left out over all rounds >= 0.98"] = cases[str(batch)]["overall"][ALONE] >= 0.98
     return {"cases": cases, "bars": bars}
 
 
@@ -54,23 +69,36 @@ def table(result: dict[str, Any]) -> str:
     """For people."""
     lines: list[list[object]] = []
     for batch, case in result["cases"].items():
-        ratio, num_steps = case["ratio"], EPOCH_STEPS[int(batch)]
-        ours_ms, plain_ms = (median(seconds) / num_steps * 1e3 for seconds in zip(*case["rounds"], strict=True))
+        ratio, overall = case["ratio"][ALONE], case["overall"]
+        step_ms = {arm: median(case["seconds"][arm][WARMUP_ROUNDS:]) / EPOCH_STEPS[int(batch)] * 1e3 for arm in ARMS}
         lines.append(
             [
-                *(batch, len(case["rounds"]) - WARMUP_ROUNDS, f"{plain_ms:.2f} ms", f"{ours_ms:.2f} ms"),
+                *(batch, len(case["seconds"][ALONE]) - WARMUP_ROUNDS),
+                *(f"{step_ms[arm]:.2f} ms" for arm in (PLAIN, ALONE, LEFT_OUT)),
                 f"{ratio['value']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})",
-                f"{case['overall']:.4f}",
+                *(f"{overall[arm]:.4f}" for arm in (ALONE, PLAIN)),
                 f"{case['num_with_rank_1']} of {case['num_steps']}",
             ]
         )
-    header = ["batch", "rounds", "step of the plain loop", "Evenload's", "plain/Evenload, median", "over all rounds"]
-    return rows([*header, "steps with rank 1"], lines)
+    header = [
+        "batch",
+        "rounds",
+        "step of the plain loop",
+        "alone",
+        "left out",
+        "alone/left out, median",
+        "over all rounds",
+    ]
+    return rows([*header, "plain/left out", "steps with rank 1"], lines)
 
 
-def _train(folder: str, batch_size: int, num_rounds: int) -> dict[str, Any]:
+def _ratio(ones: list[float], others: list[float]) -> dict[str, float]:
+    return vars(bootstrap([one / other for one, other in zip(ones, others, strict=True)]))
+
+
+def _train(folder: str, name: str, batch_size: int, num_rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    run = evenload.init(project_dir=folder, seed=0)
+    run = evenload.init(project_dir=Path(folder, name), seed=0)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[run.rank % len(cores)]})
     sizes = (784, 1024, 1024, 10)
@@ -84,7 +112,7 @@ def _train(folder: str, batch_size: int, num_rounds: int) -> dict[str, Any]:
     plain_optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
     run.resume(model=model, optimizer=optimizer)
     plain_loader = DataLoader(data, batch_size=batch_size, shuffle=True)
-    rounds, num_with_rank_1 = [], 0
+    num_with_rank_1 = 0
 
     def loss_fn(batch: Any) -> torch.Tensor:
         began_s = time.thread_time()
@@ -94,27 +122,53 @@ def _train(folder: str, batch_size: int, num_rounds: int) -> dict[str, Any]:
             _burn(3 * SLOWER * (time.thread_time() - began_s))
         return loss
 
-    for _ in range(num_rounds):
-        began_s = time.perf_counter()
+    def epoch() -> None:
+        nonlocal num_with_rank_1
         for step in loader:
             step.backward(loss_fn)
             optimizer.step()
             optimizer.zero_grad()
-            num_with_rank_1 += step.shares[1] > 0
-        ours_s = time.perf_counter() - began_s
-        rounds.append((ours_s, _plain_epoch(plain_model, plain_optimizer, plain_loader) if run.is_main else 0.0))
-        run.any(False)
+            num_with_rank_1 += any(step.shares[1:])
+
+    arms: dict[str, Callable[[], None]] = {ALONE: epoch}
+    if run.world_size == 2:
+        arms = {LEFT_OUT: epoch, PLAIN: lambda: _plain_epoch(plain_model, plain_optimizer, plain_loader)}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    if run.rank == 1:
+        for _ in range(num_rounds):
+            run.any(False)  # rank 0 waits for its turn
+            epoch()
+    for arm in _turns(Path(folder), num_rounds, arms) if run.is_main else ():
+        if arm == LEFT_OUT:
+            run.any(False)
+        began_s = time.perf_counter()
+        arms[arm]()
+        seconds[arm].append(time.perf_counter() - began_s)
     run.close()
-    return {"rounds": rounds, "num_with_rank_1": num_with_rank_1, "num_steps": num_rounds * EPOCH_STEPS[batch_size]}
+    return {"seconds": seconds, "num_with_rank_1": num_with_rank_1, "num_steps": num_rounds * EPOCH_STEPS[batch_size]}
 
 
-def _plain_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> float:
-    began_s = time.perf_counter()
+def _turns(folder: Path, num_rounds: int, own: Collection[str]) -> Iterator[str]:
+    """Yield this process's arms, each when the one before it has ended, in this process or another."""
+    order = [(number, ARMS[(number + place) % len(ARMS)]) for number in range(num_rounds) for place in range(len(ARMS))]
+    before: Path | None = None
+    for number, arm in order:
+        if arm in own:
+            deadline_s = time.monotonic() + _LIMIT_S
+            while before is not None and not before.exists():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{before.name} has not ended in {_LIMIT_S} s")
+                time.sleep(0.002)
+            yield arm
+            (folder / f"{number} {arm}").touch()
+        before = folder / f"{number} {arm}"
+
+
+def _plain_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> None:
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - began_s
 
 
 def _burn(seconds: float, clock: Callable[[], float] = time.thread_time) -> None:

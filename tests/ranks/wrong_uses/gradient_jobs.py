@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,6 +120,14 @@ class RankJob(Job):
                 yield step
                 if step.index + 1 == num_steps:
                     return
+
+
+def scripts_of(room: ModuleType) -> list[Script]:
+    """Return the scripts of a module."""
+    own = (
+        value for value in vars(room).values() if callable(value) and getattr(value, "__module__", "") == room.__name__
+    )
+    return [value for value in own if not (isinstance(value, type) or value.__name__.startswith("_"))]
 
 
 def in_one_process(script: Script) -> torch.Tensor:

@@ -13,17 +13,14 @@ import torch
 from evenload.testing import run_ranks
 from tests.ranks.wrong_uses import gradient_scripts, loss_fn_scripts
 from tests.ranks.wrong_uses import refused_gradient_scripts as wrong
-from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks
+from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks, scripts_of
 
 BOUND = 1e-12
 THREE = {"micro_batch": 5}
 """Three micro-batches."""
 
 RIGHT: dict[str, tuple[Script, dict[str, Any]]] = {
-    name: (script, {})
-    for right in (gradient_scripts, loss_fn_scripts)
-    for name, script in vars(right).items()
-    if callable(script) and getattr(script, "__module__", "") == right.__name__ and not name.startswith("_")
+    script.__name__: (script, {}) for right in (gradient_scripts, loss_fn_scripts) for script in scripts_of(right)
 } | {
     f"{script.__name__} in three": (script, THREE)
     for script in (loss_fn_scripts.zero_grad_in_loss_fn, gradient_scripts.raised_in_backward)

@@ -59,10 +59,67 @@ def test_an_optimizer_in_a_hook_of_the_graph(init):
     # torch.distributed.optim._apply_optimizer_in_backward hangs its hooks there, out of the parameter's sight
     job = Job(init())
     optimizer = torch.optim.SGD([job.model.weight], lr=0.01)
+    nodes = []
+    for index, step in enumerate(job.loader):
+        if index == 1:  # living nodes are looked for at the first step
+            nodes.append(job.model.weight.expand_as(job.model.weight).grad_fn.next_functions[0][0])
+            nodes[0].register_hook(lambda *_: optimizer.step())
+            with _step_error("SGD stepped inside step.backward (in loss_fn, or in a hook of a parameter)"):
+                step.backward(job.loss)
+            break
+        job.step(step)
+
+
+def test_a_node_of_the_graph_that_the_script_holds(init):
+    job = Job(init())
     node = job.model.weight.expand_as(job.model.weight).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *_: optimizer.step())
-    with _step_error("SGD stepped inside step.backward (in loss_fn, or in a hook of a parameter)"):
+    with _step_error("the script holds the node of the graph that accumulates the gradient of Linear.weight"):
         job.train()
+    del node
+
+
+def test_a_node_that_the_script_only_looked_at_is_fine(init):
+    job = Job(init())
+    assert job.model.weight.expand_as(job.model.weight).grad_fn.next_functions[0][0].variable is job.model.weight
+    job.train()
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_a_gradient_that_loss_fn_sets_on_one_device(init, micro_batch):
+    job = Job(init(**({} if micro_batch is None else {"micro_batch": micro_batch})))
+
+    def loss_fn(batch):
+        job.model.bias.grad = torch.ones_like(job.model.bias)
+        return job.loss(batch)
+
+    for index, step in enumerate(job.loader):
+        if index == 4:  # not before steps go in a straight line
+            with _step_error("loss_fn set or changed .grad of bias"):
+                step.backward(loss_fn)
+            assert job.model.bias.grad is None
+            break
+        job.step(step)
+
+
+def _gradient_set_of_a_replica(folder):
+    job = Job(evenload.init(project_dir=folder, strategy="dp"))
+    weight = job.model.weight
+
+    def loss_fn(batch):
+        weight.grad = torch.ones_like(weight)
+        return job.loss(batch)
+
+    for step in job.loader:
+        try:
+            step.backward(loss_fn)
+        except StepError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_gradient_that_loss_fn_sets_under_dp(tmp_path):
+    (told,) = run_split(_gradient_set_of_a_replica, 2, "dp", str(tmp_path))
+    assert told.startswith("loss_fn set or changed .grad of weight")
 
 
 def test_an_optimizer_in_loss_fn(init):

@@ -70,6 +70,14 @@ def test_small_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_left_out(tmp_path: Path) -> None:
+    (case,) = quick(tmp_path, "left_out")["cases"].values()
+    assert {arm: len(seconds) for arm, seconds in case["seconds"].items()} == {"left out": 3, "alone": 3, "plain": 3}
+    assert case["ratio"]["alone"]["low"] <= case["ratio"]["alone"]["value"] <= case["ratio"]["alone"]["high"]
+    assert case["overall"].keys() == {"alone", "plain"} and 0 < case["num_with_rank_1"] < case["num_steps"] == 300
+
+
+@pytest.mark.slow
 def test_phantom(tmp_path: Path) -> None:
     result = quick(tmp_path, "phantom")
     assert [case["name"] for case in result["equal"]] == ["docs/start.md", "mlp", "gan"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -180,6 +181,51 @@ def test_a_post_accumulate_hook_is_refused(kind: str) -> None:
     reducer.remove()
     model.zero_grad()
     loss_of(model, 0)().backward()  # the module is the user's own again
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", ["0.bias", "2.weight"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_loss_fn_sets_is_refused(kind: str, name: str, number: int, is_expected: bool) -> None:
+    model = network()
+    param = model.get_parameter(name)
+    reducer = reducer_of(kind, model)
+    reducer.begin((1,) * 6 if is_expected else None)
+    for _ in range(number):  # micro-batches before, in which this parameter is not used
+        loss = model[2:](torch.ones(3, 80)).square().mean() if name == "0.bias" else model[0](torch.ones(3, 4)).mean()
+        reducer.micro(last=False, idle=False)
+        loss.backward()
+        reducer.end_micro()
+    param.grad = torch.ones_like(param)
+    with pytest.raises(StepError, match=f"loss_fn (set or changed .grad of {re.escape(name)}|changed the gradients)"):
+        reducer.micro(last=True, idle=False)
+    reducer.abort()
+    assert param.grad is None
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_that_loss_fn_changes_are_refused_and_those_it_removes_are_fine(kind: str, is_expected: bool) -> None:
+    model = network()
+    reducer = reducer_of(kind, model)
+    call(reducer, loss_of(model, 0))
+    model.zero_grad(set_to_none=False)
+    reducer.begin((1,) * 6 if is_expected else None)
+    model.zero_grad(set_to_none=False)
+    model[0].zero_grad()
+    reducer.micro(last=True, idle=False)
+    loss_of(model, 0)().backward()
+    reducer.end_micro()
+    assert reducer.finish(reducer.touched(), 1.0)
+    assert same([p.grad for p in model.parameters()], gradients(model, 0))
+    model.zero_grad(set_to_none=False)
+    reducer.begin((1,) * 6 if is_expected else None)
+    if model[2].weight.grad is None:
+        model[2].weight.grad = torch.zeros_like(model[2].weight)
+    model[2].weight.grad.add_(1.0)
+    with pytest.raises(StepError, match=r"loss_fn (set or )?changed"):
+        reducer.micro(last=True, idle=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

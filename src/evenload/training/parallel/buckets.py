@@ -156,6 +156,10 @@ class Bucket:
             self._zero_version = self.flat._version
         return self._zero_version == self.flat._version
 
+    def is_still_zero(self) -> bool:
+        """Return whether what gradients accumulate in holds zeros only, before the first backward of a call."""
+        return self.is_zero() if self.was_zero else not bool(self.memory.small.count_nonzero())
+
     def write_norm(self, order: float = 2) -> None:
         """Put the norm of the gradients behind them: summed over ranks, it bounds every value of the sum."""
         torch.linalg.vector_norm(self.memory.gradients, order, out=self.memory.norm)

@@ -10,11 +10,12 @@ from itertools import repeat
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evenload.errors import StepError
 from evenload.training.compute.device_read import DeviceRead, scalars_on
 from evenload.training.compute.model_parameters import magnitude, sum_scalars
-from evenload.training.parallel.buckets import Slot, real
+from evenload.training.parallel.buckets import Bucket, Slot, real
 from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
 
 PLAIN_BACKWARD = (
@@ -25,6 +26,17 @@ PLAIN_BACKWARD = (
 CHANGED_IN_LOSS_FN = (
     "loss_fn changed the gradients of this step's earlier micro-batches (zero_grad(set_to_none=False), clipping?), so the sum "
     "would be wrong; call step.backward(loss_fn) first, then clip, optimizer.step(), optimizer.zero_grad()"
+)
+
+SET_IN_LOSS_FN = (
+    "loss_fn set or changed .grad of {name}, where this rank's part of a micro-batch is computed: what it holds before would be "
+    "added once for each micro-batch and rank. Return a loss that contains the term, or change .grad after "
+    "step.backward(loss_fn)"
+)
+
+SHARDED = (
+    "{name} is spread over ranks (a DTensor, by fully_shard or parallelize_module), and each rank needs whole weights: give "
+    "run.prepare the plain model, and leave out fully_shard, replicate and parallelize_module"
 )
 
 Expectation = tuple[int, ...]
@@ -255,9 +267,47 @@ def number_slots(models: Sequence[nn.Module], keep: Collection[int] = ()) -> lis
         prefix = f"{model_index}." if len(models) > 1 else ""
         for name, param in model.named_parameters():
             if id(param) not in seen and (param.requires_grad or id(param) in keep):
+                if is_sharded(param):
+                    raise StepError(SHARDED.format(name=prefix + name))
                 slots.append(Slot(len(slots), model_index, prefix + name, param))
             seen.add(id(param))
     return slots
+
+
+def put_back_views(bucket: Bucket, filled: Collection[int], *, is_first: bool) -> None:
+    """Undo a zero_grad of loss_fn; StepError if it set another gradient.
+
+    `.grad` is where gradients accumulate, or holds those of earlier micro-batches; otherwise it is None.
+
+    Args:
+        bucket: of the parameters.
+        filled: ids of the parameters whose `.grad` is a view.
+        is_first: before the first backward of the call, when large gradients have no view yet.
+    """
+    own = [] if not bucket.is_claimed else bucket.small if is_first else bucket.params
+    views = bucket.memory.views
+    if not all(map(operator.is_, map(_GRAD, own), views)):
+        for param, view in zip(own, views, strict=False):  # the small ones come first
+            if param.grad is view:
+                continue
+            if param.grad is not None:
+                is_earlier = id(param) in filled and not is_first
+                raise StepError(CHANGED_IN_LOSS_FN if is_earlier else _set_in_loss_fn(bucket, param))
+            if id(param) in filled:
+                param.grad = view
+    if not all(map(operator.is_, map(_GRAD, others := bucket.params[len(own) :]), repeat(None))):
+        for param, view in zip(others, views[len(own) :], strict=True):
+            if param.grad is not None and (param.grad is not view or id(param) not in filled):
+                raise StepError(_set_in_loss_fn(bucket, param))
+
+
+def _set_in_loss_fn(bucket: Bucket, param: nn.Parameter) -> str:
+    return SET_IN_LOSS_FN.format(name=next(slot.name for slot in bucket.slots if slot.param is param))
+
+
+def is_sharded(param: torch.Tensor) -> bool:
+    """Return whether each rank holds a part of it: a DTensor."""
+    return hasattr(param, "device_mesh") and is_traceable_wrapper_subclass(param)
 
 
 def sparse_error(name: str) -> StepError:

@@ -16,6 +16,7 @@ from evenload.training.compute.model_parameters import any_nonzero, sum_scalars
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
+    SET_IN_LOSS_FN,
     CallGradients,
     Expectation,
     all_finite,
@@ -52,8 +53,8 @@ class LocalReducer(CallGradients):
         self._device_type = next((param.device.type for param in self._params if param.device.type != "cpu"), "cpu")
         """``cpu`` where all parameters lie in the host's memory."""
         self._found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._zeroed: list[torch.Tensor] = []
-        """Gradients that were present, and 0, before this call: new ones are added to them in place."""
+        self._zeroed: dict[torch.Tensor, int] = {}
+        """Gradients that were present, and 0, before this call, and their versions: new ones are added to them in place."""
         self._looked_at: list[int] = []
         """Slots whose present gradients the host looks at when the first backward begins."""
         self._last_versions: list[int] = []
@@ -67,7 +68,7 @@ class LocalReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
-        self._stash, self._zeroed, self._earlier = self._no_stash, [], None
+        self._stash, self._zeroed, self._earlier = self._no_stash, {}, None
         if (grads := self._present()) is None:
             return
         self._stash = grads
@@ -93,11 +94,12 @@ class LocalReducer(CallGradients):
 
     def begin_again(self) -> None:
         """Do what `begin` does, where all `is_as_before`."""
-        self._live, self._zeroed, self._earlier = True, [], None
+        self._live, self._zeroed, self._earlier = True, {}, None
         self._arrived.clear()
 
     def open_again(self) -> None:
         """Do what `micro` does for the only micro-batch, between loss_fn and its backward."""
+        self._look_for_set()
         self._summed_hooks.take()
         self._hooks.open(self._quiet_hook, self._watched_hook)
 
@@ -112,10 +114,12 @@ class LocalReducer(CallGradients):
         return False
 
     def micro(self, *, last: bool, idle: bool) -> None:
+        if self._earlier is None:
+            self._look_for_set()
+        else:
+            self._put_back_earlier()
         if self._unread_marks is not None:
             self._keep(itertools.compress(self._looked_at, self._zero_ones()))
-        if self._earlier:
-            self._put_back_earlier()
         self._before_idle = self._present() if idle else None
         super().micro(last=last, idle=idle)
 
@@ -176,23 +180,39 @@ class LocalReducer(CallGradients):
         self._close()
         if was_live:
             if self._zeroed:
-                torch._foreach_zero_(self._zeroed)
+                torch._foreach_zero_(list(self._zeroed))
             self._restore()
 
     def _keep(self, zero_indices: Iterable[int]) -> None:
         for index in zero_indices:
             if (grad := self._stash[index]) is not None:
                 self._params[index].grad = grad
-                self._zeroed.append(grad)
+                self._zeroed[grad] = grad._version
+
+    def _look_for_set(self) -> None:
+        """Raise StepError if loss_fn has set a gradient before the first backward; it may remove those that are 0."""
+        if all(map(operator.is_, map(_GRAD, self._params), itertools.repeat(None))):
+            return
+        for slot in self.slots:
+            if (
+                (grad := slot.param.grad) is not None
+                and self._zeroed.get(grad) != grad._version
+                and any_nonzero([grad])
+            ):
+                raise StepError(SET_IN_LOSS_FN.format(name=slot.name))
 
     def _put_back_earlier(self) -> None:
         """Undo a zero_grad of loss_fn, which would remove the gradients of earlier micro-batches."""
-        for param, (grad, version) in zip(self._params, self._earlier or (), strict=False):
-            if grad is not None:
-                if param.grad is None:
-                    param.grad = grad
-                if param.grad is not grad or grad._version != version:
-                    raise StepError(CHANGED_IN_LOSS_FN)
+        for slot, (grad, version) in zip(self.slots, self._earlier or (), strict=False):
+            param = slot.param
+            if grad is None:
+                if param.grad is not None:
+                    raise StepError(SET_IN_LOSS_FN.format(name=slot.name))
+                continue
+            if param.grad is None:
+                param.grad = grad
+            if param.grad is not grad or grad._version != version:
+                raise StepError(CHANGED_IN_LOSS_FN)
 
     def _grad_of(self, index: int) -> torch.Tensor:
         grad = self._params[index].grad

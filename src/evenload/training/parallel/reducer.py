@@ -45,6 +45,7 @@ from evenload.training.parallel.call_gradients import (
     all_finite,
     finite_flag,
     number_slots,
+    put_back_views,
     scale_all,
     sparse_error,
 )
@@ -97,8 +98,10 @@ class BucketReducer(CallGradients):
         self._next = self._num_seen = 0
         self._seen: set[int] = set()
         self._is_published = True  # False until the call's sums are in `.grad`
-        self._versions: list[int] = []
-        """Of each bucket after the micro-batch before; empty before the first one."""
+        self._versions, self._is_first = (
+            list[int](),
+            True,
+        )  # of buckets before loss_fn; False after a call's first backward
         self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
         # The reverse order of registration is near the order in which gradients arrive.
         self._build(range(len(self.slots) - 1, -1, -1))
@@ -128,29 +131,31 @@ class BucketReducer(CallGradients):
         super().begin(expected)
         self._is_published = False
         self._filled.clear()
-        self._versions, self._next = [], 0
+        self._next = 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
         self._expected, self._plan = expected, None
         self._set_aside()
         if self._unread_marks is None:
             self._expect()
+        self._note_versions(is_first=True)
 
     def micro(self, *, last: bool, idle: bool) -> None:
         if self._unread_marks is not None:
+            self._put_back_views()
             self._settle()
         self._seen, self._num_seen = set(), 0
         self._put_back_views()
         super().micro(last=last, idle=idle)
 
     def end_micro(self) -> None:
-        super().end_micro()
         if not self._idle:
             self._fill_rest()
+        super().end_micro()
         if self._last:
             self._look_for_late()
         else:
-            self._versions = [bucket.flat._version for bucket in self.buckets]
+            self._note_versions(is_first=False)
 
     def end_idle(self) -> None:
         """Discard the gradients of an idle micro-batch after its backward."""
@@ -267,6 +272,7 @@ class BucketReducer(CallGradients):
     def _settle(self) -> None:
         self._keep(itertools.compress(self._looked_at, self._zero_ones()))
         self._expect()
+        self._note_versions(is_first=True)
 
     def _expect(self) -> None:
         """Prepare the buckets of the parameters that are expected."""
@@ -293,6 +299,8 @@ class BucketReducer(CallGradients):
         self._filled |= bucket.small_ids
 
     def _arrive(self, param: torch.Tensor) -> None:
+        if param.grad is None:  # a Function gave None
+            return
         if self._bucket_of[(slot := self._slot_of[id(param)]).index].pending is None:
             self._fill(slot)
         self._arrived.append(param)  # not before: another thread may send the bucket from here on
@@ -302,27 +310,20 @@ class BucketReducer(CallGradients):
                 self._advance(plan)
 
     def _put_back_views(self) -> None:
-        """Undo a zero_grad of loss_fn: `.grad` is where gradients accumulate, or holds those of earlier micro-batches."""
-        if self._versions and self._versions != [bucket.flat._version for bucket in self.buckets]:
-            raise StepError(CHANGED_IN_LOSS_FN)
-        for bucket in self.buckets:
-            params = bucket.small if not self._versions else bucket.params
-            views = bucket.memory.views
-            if bucket.is_claimed and not all(map(operator.is_, map(_GRAD, params), views)):
-                for param, view in zip(params, views, strict=False):
-                    if id(param) in self._filled and param.grad is not view:
-                        if param.grad is not None:
-                            raise StepError(CHANGED_IN_LOSS_FN)
-                        param.grad = view
+        for bucket, version in zip(self.buckets, self._versions, strict=True):
+            is_changed = bucket.is_claimed and bucket.flat._version != version
+            if is_changed and not (self._is_first and bucket.is_still_zero()):
+                raise StepError(CHANGED_IN_LOSS_FN)
+            put_back_views(bucket, self._filled, is_first=self._is_first)
+
+    def _note_versions(self, *, is_first: bool) -> None:
+        self._is_first, self._versions = is_first, [bucket.flat._version for bucket in self.buckets]
 
     def _fill(self, slot: Slot) -> None:
         """Move a gradient into its view."""
         grad, bucket = slot.param.grad, self._bucket_of[slot.index]
         if grad is None:
-            raise StepError(
-                f"the gradient of {slot.name} was removed during the backward (by an optimizer that steps in it?); the sum over "
-                "ranks needs it: step and call zero_grad after step.backward"
-            )
+            return
         if grad.is_sparse:
             raise sparse_error(slot.name)
         if not bucket.is_claimed:
@@ -330,18 +331,17 @@ class BucketReducer(CallGradients):
         view = self._view_of(slot.index)
         if grad is view:
             return
-        # Hooks run without autograd, unless the user's own backward builds a graph, which a leaf's gradient never joins.
-        if id(slot.param) in self._filled:
-            view.add_(grad.detach())
-        else:
-            view.copy_(grad.detach())
+        # It holds what came before too, where a Function of the script has put the sum there; its graph is never joined.
+        view.copy_(grad.detach())
         slot.param.grad = view
         self._filled.add(id(slot.param))
 
     def _fill_rest(self) -> None:
         """Move the gradients that no hook has moved: small ones that were not expected."""
         for slot in map(self._slot_of.__getitem__, set(map(id, self._arrived)) - self._filled):
-            if self._bucket_of[slot.index].pending is None:
+            if slot.param.grad is None:
+                self._arrived[:] = [param for param in self._arrived if param is not slot.param]
+            elif self._bucket_of[slot.index].pending is None:
                 self._fill(slot)
 
     def _advance(self, plan: LaunchPlan) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from evenload.training.session.unprepared import UnpreparedUses
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _PARAMS = itemgetter("params")
 _LIST_HOOKS_EVERY = 10
@@ -37,6 +39,12 @@ HOOK = (
     "{name} has a hook that runs when its gradient is accumulated (register_post_accumulate_grad_hook; an optimizer in the "
     "backward?). At that moment the gradient is this rank's part of one micro-batch, not yet summed over micro-batches and "
     "ranks. Remove the hook, and use .grad after step.backward(loss_fn): clip it, step the optimizer"
+)
+NODE = (
+    "the script holds the node of the graph that accumulates the gradient of {name} (get_gradient_edge(p).node, "
+    "p.expand_as(p).grad_fn.next_functions[0][0], register_multi_grad_hook). A hook on it would see or change this rank's part "
+    "of one micro-batch, not yet summed. Keep no such node: p.register_hook runs on the sum, and .grad is final after "
+    "step.backward(loss_fn)"
 )
 IN_BACKWARD = (
     "{optimizer} stepped inside step.backward (in loss_fn, or in a hook of a parameter), where the gradient is this rank's part "
@@ -165,12 +173,13 @@ class GradientContract(StepListener):
 
     def search(self) -> None:
         """Find what is looked at in the first backwards; a rank that joins does it before the others wait for it."""
-        found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor)
+        found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor, _AccumulateGrad)
         self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]
         scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
         self._scalers = [weakref.ref(scaler) for scaler in scalers]
         self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
         self._check_wrapped(found)
+        self._check_nodes(found)
         self._unprepared.find(found)
 
     def on_gradients(self, step: Step) -> None:
@@ -178,7 +187,8 @@ class GradientContract(StepListener):
         self._num_backwards += 1
         if self._num_backwards == 1 and self._context.config.strategy != "async":
             stays = not step.stats.skipped and all(step.batch.plan.shares)
-            if stays and all(p.grad is None for p in self._params):
+            # Those that were added since run.prepare (adapters) count too.
+            if stays and all(p.grad is None for model in self._models for p in model.parameters()):
                 raise StepError(NOT_REACHED)
         if self._num_backwards <= _NUM_SCALED:
             before, self._counts = self._counts, {}
@@ -208,6 +218,7 @@ class GradientContract(StepListener):
         if known.stray and self._context.num_sharing > 1:
             covers = self._context.engine.covers
             stray = [p for p in known.stray if p.grad is not None and not covers(p)]
+            stray = [p for p in stray if not self._unprepared.is_filled_by_hand(p)]
             if stray:
                 raise StepError(
                     STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
@@ -244,6 +255,14 @@ class GradientContract(StepListener):
         for wrapper in (value for value in found if isinstance(value, nn.parallel.DistributedDataParallel)):
             if any(id(p) in self._param_ids for p in wrapper.parameters()):
                 raise StepError(WRAPPED.format(name=type(wrapper).__name__))
+
+    def _check_nodes(self, found: Iterable[object]) -> None:
+        # Torch makes such an object for a script that asks for it, and shows no hooks of it.
+        held = {id(node.variable) for node in found if isinstance(node, _AccumulateGrad)} & self._param_ids
+        for model in self._models if held else ():
+            for name, param in model.named_parameters():
+                if id(param) in held:
+                    raise StepError(NODE.format(name=f"{type(model).__name__}.{name}"))
 
     def _check_unused(self) -> None:
         if self._unused is None:

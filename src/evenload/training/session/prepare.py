@@ -26,6 +26,7 @@ from evenload.training.data.randomness import mix
 from evenload.training.islands.planner import IslandPlanner
 from evenload.training.launch.environment import devices_without_effect
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
+from evenload.training.parallel.call_gradients import SHARDED, is_sharded
 from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.session import gradient_contract
 from evenload.training.step.context import TrainingContext, device_names
@@ -62,7 +63,11 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
         raise ConfigError(
             f"{name} has no parameters, no buffers and no BatchNorm: there is nothing to prepare; use it as it is"
         )
+    if sharded := [key for key, p in parameters if is_sharded(p)]:
+        raise ConfigError(SHARDED.format(name=f"{name}.{sharded[0]}"))
     gradient_contract.check_hooks(model, ConfigError)
+    if context.num_sharing > 1:
+        _check_embeddings(model)
     _move(context, model)
     # With a channel other ranks may join later.
     may_share = context.num_sharing > 1 or context.spec.channel >= 0
@@ -81,6 +86,18 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
                 "rank alone",
             )
     return model
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """Raise ConfigError if an embedding changes its weights in the forward: each rank would change other rows."""
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            path = f"{type(model).__name__}.{key}" if key else type(model).__name__
+            raise ConfigError(
+                f"{path} has max_norm={module.max_norm}: each forward scales down the rows that this rank's samples use, so the "
+                "weights would differ between ranks. Make it without max_norm, and scale all rows after optimizer.step(): "
+                f"with torch.no_grad(): embedding.weight.renorm_({module.norm_type}, 0, {module.max_norm})"
+            )
 
 
 def _move(context: TrainingContext, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from evenload.training.parallel.call_gradients import is_sharded
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step
 from evenload.training.step.step_loader import StepLoader
@@ -39,7 +40,8 @@ class SilentMistakes:
             self._check_mode(step)
         self._check_epochs(step)
         if self.num_looks == 0:
-            trained = [p for model in self._models for p in model.parameters() if p.requires_grad]
+            every = (p for model in self._models for p in model.parameters())
+            trained = [p for p in every if p.requires_grad and not is_sharded(p)]
             self._watched = [(p, p._version, _first_values(p).clone()) for p in trained[:_NUM_WATCHED]]
         elif self.num_looks == NUM_STEPS:
             self._check_update(step)

@@ -41,6 +41,8 @@ class UnpreparedUses:
         """Trainable tensors of no prepared model, each with a mark of its gradient before this backward."""
         self._received: list[tuple[weakref.ref[torch.Tensor], int]] = []
         """Those that received a gradient, each with its version after that."""
+        self._by_hand: set[int] = set()
+        """Ids of tensors of which an optimizer was asked about; they are watched as long as they live."""
         self._num_backwards = 0
         self._compared: set[str] = set()
         """The workers whose modules were compared with those of this rank."""
@@ -118,7 +120,15 @@ class UnpreparedUses:
             self._compare()
         self._num_backwards += 1
         if self._num_backwards == _NUM_WATCHED:
-            self._tensors = [(ref, None) for ref, _ in self._received]
+            received = {id(ref()) for ref, _ in self._received}
+            self._tensors = [(ref, None) for ref, _ in self._tensors if id(ref()) in received | self._by_hand]
+
+    def is_filled_by_hand(self, tensor: torch.Tensor) -> bool:
+        """Return whether the script gave this tensor its gradient, and no backward did: a copy of the model's weights."""
+        if self._context.groups.world_size == 1 or not any(ref() is tensor for ref, _ in self._tensors):
+            return False  # nobody knows
+        self._by_hand.add(id(tensor))
+        return not any(ref() is tensor for ref, _ in self._received)
 
     def release(self) -> None:
         for handle in self._handles:

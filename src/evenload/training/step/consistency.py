@@ -32,8 +32,8 @@ _MAX_IN_EVENT = 50
 
 _PARAMETER_CAUSES = (
     "Usual causes for a parameter: weights loaded, reset or changed on one rank only (under `if run.is_main:`); a different "
-    "optimizer, learning rate or optimizer state on one rank; random numbers from a generator of the rank's own; a faulty "
-    "device."
+    "optimizer, learning rate or optimizer state on one rank; random numbers from a generator of the rank's own; a "
+    "gradient or statistic that a hook or a Function makes of this rank's samples (sum it with run.reduce); a faulty device."
 )
 _BUFFER_CAUSES = (
     "Usual causes for a buffer: a module that updates it from its own rank's samples (running statistics, a codebook, a "

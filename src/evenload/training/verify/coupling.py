@@ -41,7 +41,7 @@ from evenload.training.verify import wrong_units as wrong
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
 from evenload.training.verify.findings import TOLERANCES
-from evenload.training.verify.loss_state import state_restored, uses_an_iterator
+from evenload.training.verify.loss_state import state_restored, uses_an_iterator, weights_restored
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
 from evenload.training.verify.random_draws import HALF, OwnState, SharedDraws
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
@@ -200,6 +200,7 @@ class CouplingWatch(StepListener):
                 # As in the step, for hooks and functions that clamp the gradient of a sample.
                 per_sample.append(units / num or 1.0)
                 scale = units / (per_sample[0] * step.batch.num_samples) or 1.0
+                _take_hooks(params)
                 grads = torch.autograd.grad(result.loss * scale, params, allow_unused=True) if gradients else ()
             finally:
                 buffers.restore()
@@ -326,6 +327,7 @@ class CouplingWatch(StepListener):
             others = randomness.other_gpus(models, context.device)
             stack.enter_context(randomness.set_aside(context.device, others))
             stack.enter_context(buffers_restored(models))
+            stack.enter_context(weights_restored(models))
             stack.enter_context(no_dropout(models))
             stack.enter_context(switched_off([module for _, module in batch_norms(models)]))
             stack.enter_context(torch.enable_grad())
@@ -360,9 +362,17 @@ def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
+        _take_hooks([param for param, _ in held])
         hooks.put_back()
         for param, grad in held:
             param.grad = grad
+
+
+def _take_hooks(params: Sequence[nn.Parameter]) -> None:
+    """Forget hooks that loss_fn has added in these calls."""
+    for param in params:
+        if param._backward_hooks:
+            param._backward_hooks.clear()
 
 
 def _has_rows(data: Any, num_samples: int) -> bool:

@@ -55,6 +55,19 @@ def state_restored(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *ot
                 step()
 
 
+@contextmanager
+def weights_restored(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore after the body the trained parameters, which loss_fn may change in place; of large models the smallest."""
+    held = {id(p): p.data for model in models for p in model.parameters() if p.requires_grad and not p.is_meta}
+    undo = [partial(_copy_back, value, value.clone()) for value in _smallest(held.values(), _size, _MAX_ELEMENTS)]
+    try:
+        yield
+    finally:
+        for step in undo:
+            with suppress(Exception):
+                step()
+
+
 def uses_an_iterator(loss_fn: Callable[..., Any]) -> bool:
     """Return whether loss_fn names an iterator, such as that of a second loader."""
     named = [vars(one) for one in holders(loss_fn, _DEPTH) if type(one) is types.SimpleNamespace]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, Expectation, number_slots
+from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, SET_IN_LOSS_FN, Expectation, number_slots
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
@@ -81,6 +81,7 @@ class ReplicaGradients:
         # The first replica's buckets receive the sums, even if it has no samples.
         self._active = tuple(sorted({0, *active}))
         self._sums.begin(self._active)
+        earlier = [param.grad for param in self._parameters()]
         for param, own in self._pairs():
             own.grad = param.grad
         expected = self._expectations.get(self._call_index) if self._expect else None
@@ -89,6 +90,7 @@ class ReplicaGradients:
         try:
             with dispatched(self._user_modules, {index: self._replicas[index] for index in active}, self.threads.all):
                 yield
+            self._look_for_set(earlier)
             self._replicas[buffer_owner].write_back_buffers()
         finally:
             if 0 in active:
@@ -227,6 +229,17 @@ class ReplicaGradients:
             return
         for param, own in self._pairs():
             param.grad = own.grad
+
+    def _look_for_set(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """Raise StepError if loss_fn has set a gradient of the user's own parameters, which receive the sums."""
+        changed = [
+            id(param)
+            for param, grad in zip(self._parameters(), earlier, strict=True)
+            if param.grad is not None and param.grad is not grad
+        ]
+        if changed:
+            name = next((slot.name for slot in number_slots(self._models) if id(slot.param) in changed), "a parameter")
+            raise StepError(SET_IN_LOSS_FN.format(name=name))
 
     def _own_reducer(self) -> BucketReducer:
         return self._reducers[this_replica().index]
