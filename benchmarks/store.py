@@ -54,7 +54,7 @@ def measure(quick: bool) -> dict[str, Any]:
         through = {
             str(num): _through_a_daemon(folder / f"by-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))
         }
-        lists = _lists(folder, 2_000 if quick else 100_000)
+        lists = _lists(folder, 2_000 if quick else 100_000, num_ps=1 if quick else 5)
     return {
         "file_system": mount.fs_type if mount is not None else "unknown",
         "clients": clients,
@@ -186,7 +186,7 @@ def _submit(folder: Path, num: int, begin: Any, told: Any) -> None:
     told.put(took_s)
 
 
-def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
+def _lists(folder: Path, num_jobs: int, num_ps: int) -> dict[str, Any]:
     waiting, ended = folder / "waiting", folder / "ended"
     _fill(waiting, num_jobs, num_that_run=0)
     _fill(ended, num_jobs, num_that_run=9 * num_jobs // 10)
@@ -215,7 +215,9 @@ def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
             "the last 50": ask(lambda reader: reader.jobs(newest_first=True, limit=50)),
             "counts": ask(lambda reader: reader.counts()),
         },
-        "ps_s": {" ".join(("ps", *words)): _ps(ended, *words) for words in ((), ("--all",), ("--all", "--json"))},
+        "ps_s": {
+            " ".join(("ps", *words)): _ps(ended, num_ps, *words) for words in ((), ("--all",), ("--all", "--json"))
+        },
         "open_s": {"one in ten waits": _opening(ended), "all wait": _opening(waiting)},
         "audit": audit(ended),
     }
@@ -237,9 +239,9 @@ def _fill(folder: Path, num_jobs: int, num_that_run: int) -> None:
         store.commit()
 
 
-def _ps(folder: Path, *words: str) -> float:
+def _ps(folder: Path, num: int, *words: str) -> float:
     times = []
-    for _ in range(5):
+    for _ in range(num):
         began_s = time.perf_counter()
         command = [sys.executable, "-m", "evenload.cli.main", "ps", "--queue", str(folder), *words]
         subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60)

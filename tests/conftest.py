@@ -20,10 +20,10 @@ import pytest
 
 from tests.paths import ROOT
 from tests.system.scheduler.backends.ray_box import ray_address, ray_box
-from tests.system.scheduler.backends.slurm_cluster import slurm, slurm_session, srun_here
+from tests.system.scheduler.backends.slurm_cluster import slurm, slurm_of_file, srun_here
 
-__all__ = ["ray_address", "ray_box", "slurm", "slurm_session", "srun_here"]
-"""Fixtures of clusters that are started once, by the first test that needs one."""
+__all__ = ["ray_address", "ray_box", "slurm", "slurm_of_file", "srun_here"]
+"""Fixtures of clusters that are started once in a file of tests, by the first test that needs one."""
 
 # Libraries set these when they are first imported.
 _SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_NCCL_", "TF_")
@@ -32,6 +32,11 @@ _GRACE_S = 2.0
 
 _LONG_FILES = (
     "tests/ranks/adaptive_batch/test_growing.py",
+    "tests/ranks/adaptive_batch/test_other_devices.py",
+    "tests/ranks/data/test_randomness.py",
+    "tests/ranks/data/test_workers.py",
+    "tests/ranks/elastic/test_campaign.py",
+    "tests/ranks/elastic/test_lost_gathers.py",
     "tests/ranks/exact/test_hierarchical.py",
     "tests/ranks/exact/test_methods.py",
     "tests/ranks/exact/test_splits.py",
@@ -42,7 +47,7 @@ _LONG_FILES = (
     "tests/system/scheduler/backends/test_slurm.py",
     "tests/system/starts/test_ways.py",
 )
-"""Files of many seconds of CPU time, beside those that hold a test marked slow."""
+"""Files that take long, beside those that hold a test marked slow."""
 
 # Modules whose assertions pytest has rewritten are kept for the next run, also where PYTHONDONTWRITEBYTECODE is set: rewriting
 # them takes each worker ten seconds.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,9 +109,7 @@ class _Ranks:
         self._results: dict[int, _RankResult] = {}
 
     def start(self, spec: WorkerSpec, call: bytes) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # The module that holds the function may import pytest.
-        context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules)])
+        context = forkserver()
         path = self._folder / f"worker-{spec.rank}.json"
         write_spec(spec, path)
         environment = {**os.environ, WORKER_VARIABLE: str(path)}
@@ -195,6 +193,14 @@ class _Ranks:
 
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"stacks-{rank}.txt"
+
+
+def forkserver() -> ForkServerContext:
+    """Return the start method of ranks: forked from a server that has torch and Evenload loaded."""
+    context = multiprocessing.get_context("forkserver")
+    # The module that holds a rank's function may import pytest.
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules)])
+    return context
 
 
 def _spec(rank: int, num_ranks: int, store: str, folder: str, overrides: dict[str, Any]) -> WorkerSpec:

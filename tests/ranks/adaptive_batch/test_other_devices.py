@@ -70,6 +70,8 @@ def train(
     for _ in range(loader.epoch, num_epochs):
         for step in loader:
             used.clear()
+            if step.index == 5:
+                Path(folder, "begun").touch()
             fault.step = step.index
             step.backward(loss_fn)
             fault.at("missed by w1")
@@ -160,7 +162,7 @@ def test_a_run_resumed_twice_inside_such_an_epoch(tmp_path: Path) -> None:
 def test_a_rank_that_joins_or_leaves_lets_the_batch_be_chosen_inside_the_epoch(tmp_path: Path, change: str) -> None:
     run = Supervised(tmp_path, train, str(tmp_path), 2, None, False, 3 if change == "joins" else 0)
     if change == "leaves":
-        run.leaves = {0: "w2"}
+        run.leaves, run.leave_after = {0: "w2"}, tmp_path / "begun"
     run.start(2 if change == "joins" else 3)
     found = run.run(80, {0: "w2"} if change == "joins" else None)
     seen = found["w0"]

@@ -167,6 +167,7 @@ def test_persistent_workers_stay_until_they_are_closed(stream: bool) -> None:
         assert {sample % PIDS for sample in before} == {sample % PIDS for sample in after} == workers
 
 
+@pytest.mark.usefixtures("torch_looks_often")
 def test_kept_workers_end_with_the_users_loader() -> None:
     loader = DataLoader(Numbers(12), batch_size=3, num_workers=1, persistent_workers=True)
     side_by_side(loader, [1.0])

@@ -299,6 +299,7 @@ class Dying(Numbers):
         return index
 
 
+@pytest.mark.usefixtures("torch_looks_often")
 def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Dying(20), batch_size=2, num_workers=2))
     with pytest.raises(DataError, match="exited with code 3"):
@@ -314,6 +315,7 @@ class Stuck(Numbers):
         return index
 
 
+@pytest.mark.usefixtures("torch_looks_often")
 def test_the_timeout_is_honoured() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Stuck(20), batch_size=2, num_workers=2, timeout=1))
     with pytest.raises(RuntimeError, match="timed out after 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from evenload.testing.ranks import _PRELOAD
+from evenload.testing.ranks import forkserver
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
 from evenload.training.launch.membership_messages import (
     LostWorker,
@@ -46,8 +47,7 @@ class Supervised:
 
     def __init__(self, folder: Path, fn: Callable[..., Any], *args: Any) -> None:
         self._folder, self._call = folder, pickle.dumps((fn, args))
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context = forkserver()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
         self._switched: dict[str, int] = {}
@@ -58,6 +58,8 @@ class Supervised:
         self.noticed_s: list[float] = []
         self.leaves: dict[int, str] = {}
         """Workers that leave on request, by the number of the membership after which they are asked."""
+        self.leave_after: Path | None = None
+        """A file before which none is asked."""
 
     def start(self, num_ranks: int) -> None:
         self.members = [f"w{index}" for index in range(num_ranks)]
@@ -155,7 +157,8 @@ class Supervised:
             self._change((), reasons, (), urgent=True)
         elif lost:
             raise RuntimeError({w.id: (w.process.exitcode, w.value) for w in lost})
-        if not self._pending() and self._number in self.leaves:
+        may_leave = self.leave_after is None or self.leave_after.exists()
+        if may_leave and not self._pending() and self._number in self.leaves:
             leaver = self.leaves.pop(self._number)
             self.members.remove(leaver)
             self._change((), (), (leaver,), urgent=False, to=[leaver])
@@ -199,6 +202,7 @@ def _run(pipe: Connection, channel: socket.socket, call: bytes, spec: WorkerSpec
     import traceback
 
     os.setsid()
+    gc.freeze()  # what the server imported stays shared memory, and no collection searches it
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     write_spec(replace(spec, channel=channel.detach()), Path(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,8 @@ def test_the_only_rank_that_computes_leaves_on_request(tmp_path: Path) -> None:
     """The one that stands by has old weights, and receives its state before."""
     asks = tmp_path / "asks"
     supervised = Supervised(tmp_path, _train, str(tmp_path / "run"), (), (6, 0), str(asks))
+    supervised.leaves, supervised.leave_after = {0: "w0"}, asks
     supervised.start(2)
-
-    def ask() -> None:
-        while not asks.exists():
-            time.sleep(0.01)
-        supervised.leaves = {0: "w0"}
-
-    threading.Thread(target=ask, daemon=True).start()
     results = supervised.run(40)
     assert results["w0"] == {"exit": 0}
     seen = results["w1"]["seen"]

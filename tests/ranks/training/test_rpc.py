@@ -14,6 +14,7 @@ from torch.distributed import rpc
 import evenload
 from evenload.errors import LaunchError, PeerLostError, RankFailedError
 from evenload.testing import run_ranks
+from evenload.training.comm.rpc import start_rpc
 from evenload.training.launch.failure import is_consequence
 from evenload.training.parallel.asynchronous.worker import PartWorker
 
@@ -92,6 +93,21 @@ def _alone(folder: str) -> float:
 
 def test_one_rank_can_call_itself(tmp_path: Path) -> None:
     assert run_ranks(_alone, 1, str(tmp_path)) == [2.0]
+
+
+def _threads_of_async(folder: str) -> list[str]:
+    run = evenload.init(project_dir=folder)
+    start_rpc(run.rank, run.world_size, 20.0)
+    names = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    run.barrier()
+    run.close()
+    return names
+
+
+def test_async_looks_for_no_messages_in_shared_memory(tmp_path: Path) -> None:
+    """The thread that does takes a whole core from the rank beside it, also while nothing is sent."""
+    for names in run_ranks(_threads_of_async, 2, str(tmp_path)):
+        assert "TP_UV_loop" in names and "TP_SHM_reactor" not in names, names
 
 
 def _ask_for_a_part(folder: str) -> str:

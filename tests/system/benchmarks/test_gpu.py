@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import benchmarks.gpu as gpu
@@ -15,6 +13,8 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.gpu.experiments import EXPERIMENTS, PREFIX, ROOT, Command, Experiment, Finished, figures_of, run
 from benchmarks.gpu.lab import EXPERIMENTS as EXPERIMENTS_OF_LAB
+
+from tests import warm
 
 PAGE = Path(gpu.__file__).with_name("README.md")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
@@ -66,16 +66,9 @@ ON_CPU = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_code_of_each_experiment_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
-    words = f"{name} {ON_CPU[name]} --cpu".split()
+    words = ["-m", "benchmarks.gpu.lab", *f"{name} {ON_CPU[name]} --cpu".split()]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.lab", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = warm.run(words, ROOT, 240, PYTHONPATH=path, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1")
     assert done.returncode == 0 and PREFIX in done.stdout, done.stderr
     assert ON_CPU.keys() | {"part"} == EXPERIMENTS_OF_LAB.keys()
 

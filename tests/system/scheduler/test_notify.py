@@ -101,7 +101,7 @@ def test_failures_are_told_and_hold_nothing_up(tmp_path: Path) -> None:
     told: list[str] = []
     targets = (
         "command:/bin/false",
-        "command:/nonexistent",
+        f"command:{tmp_path}/missing",
         "webhook:http://127.0.0.1:1/",
         f"command:{sys.executable} -c 'print(\"why not\"); raise SystemExit(4)'",
     )

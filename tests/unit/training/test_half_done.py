@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,6 +120,25 @@ def test_an_exception_in_the_middle_of_a_step_does_not_use_its_samples(job: Call
     with pytest.raises(ValueError, match="in the user's frame"):
         train()
     assert now.cursor() == (4, 1)
+
+
+def test_a_loop_that_an_exception_holds_beyond_its_run_ends_without_a_call_of_the_script(
+    job: Callable[[], Job],
+) -> None:
+    """Python closes it when it collects the exception: in the middle of another run, or in a thread."""
+    now = job()
+
+    def train(step: Step) -> None:
+        now.backward(step)
+        raise ValueError("in the user's frame")
+
+    with pytest.raises(ValueError, match="in the user's frame") as raised:
+        [train(step) for step in now.loader]  # its frame keeps the loop
+    now.run.close()
+    seen, cursor = list(now.seen), now.cursor()
+    del raised
+    gc.collect()
+    assert now.seen == seen and now.cursor() == cursor
 
 
 def _in_place(job: Job) -> None:

@@ -24,6 +24,8 @@ from evenload.errors import LaunchError
 
 SCHEME = "evenload"
 INIT_METHOD = f"{SCHEME}://"
+_TRANSPORTS = ["ibv", "uv"]
+"""InfiniBand, or sockets. Torch's third one, shared memory, takes a whole core of each rank to look for messages."""
 _END_S = 10
 """Time in which all ranks end RPC after the run has ended well on all of them."""
 
@@ -43,7 +45,9 @@ def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
     from torch.distributed import rpc
 
     try:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=INIT_METHOD, rpc_timeout=timeout_s)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=INIT_METHOD, rpc_timeout=timeout_s, _transports=_TRANSPORTS
+        )
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error

@@ -305,6 +305,8 @@ class StepLoop:
 
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
+        if self.step is not step and not finished:
+            return  # the run ended before: an exception held the loop until Python collected it, in the middle of other code
         engine, line = self.engine, self.line
         is_usual = not finished or step.stats.calls != 1 or step.stats.stop_requested
         if line is not None and not is_usual and (not line.has_others or line.holds):

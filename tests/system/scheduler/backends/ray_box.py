@@ -1,4 +1,7 @@
-"""A real Ray of two nodes on this host, and the queue in it: fixtures of the session, skipped where Ray is missing."""
+"""A real Ray of two nodes on this host, and the queue in it: fixtures of a file of tests, skipped where Ray is missing.
+
+An idle Ray takes CPU time, so it ends with the file: workers that take whole files would keep theirs to the end of all tests.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class RayBox:
         return path.read_text() if path.exists() else ""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """Two nodes of two CPUs. The cluster's process is nobody's child, so that its own children are not taken for leaks."""
     if importlib.util.find_spec("ray") is None:
@@ -105,7 +108,7 @@ def ray_address() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_box(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayBox]:
     root = tmp_path_factory.mktemp("ray")
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """A real Slurm of several nodes on this host, in a temp folder: munged, slurmctld and a slurmd a node, as any user.
 
-`slurm` is a fixture of the session; tests that need it are skipped, with the reason, where Slurm's programs are missing.
+`slurm` starts one for a file of tests; those that need it are skipped, with the reason, where Slurm's programs are missing.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 MaxTime=INFINITE
     (folder / "cgroup.conf").write_text(f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n")
 
 
-@pytest.fixture(scope="session")
-def slurm_session() -> Iterator[SlurmCluster]:
+@pytest.fixture(scope="module")
+def slurm_of_file() -> Iterator[SlurmCluster]:
     missing = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
     if missing:
         pytest.skip(f"needs Slurm; there is no {', '.join(missing)} here (Debian's packages slurm-wlm and munge)")
@@ -193,16 +193,16 @@ def slurm_session() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def slurm(slurm_session: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The session's cluster, with this process's commands going there, and no jobs in it before and after."""
-    monkeypatch.setenv("SLURM_CONF", str(slurm_session.conf))
-    yield slurm_session
-    slurm_session.clear()
+def slurm(slurm_of_file: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The file's cluster, with this process's commands going there, and no jobs in it before and after."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm_of_file.conf))
+    yield slurm_of_file
+    slurm_of_file.clear()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def srun_here(request: pytest.FixtureRequest) -> str | None:
-    """For tests that need no more than srun: this machine's own Slurm where it has one, else the session's.
+    """For tests that need no more than srun: this machine's own Slurm where it has one, else one of this file of tests.
 
     SLURM_CONF for it; None where the commands find it by themselves.
     """
@@ -210,5 +210,5 @@ def srun_here(request: pytest.FixtureRequest) -> str | None:
         ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=60, check=False)
         if "UP" in ping.stdout:
             return os.environ.get("SLURM_CONF")
-    cluster: SlurmCluster = request.getfixturevalue("slurm_session")
+    cluster: SlurmCluster = request.getfixturevalue("slurm_of_file")
     return str(cluster.conf)

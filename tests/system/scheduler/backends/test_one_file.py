@@ -206,6 +206,7 @@ def test_two_ranks_on_slurm(on_slurm: BackendSetup, tmp_path: Path, undisturbed:
     check_training(on_slurm, write_training(tmp_path), undisturbed)
 
 
+@pytest.mark.long  # its parts are those of the two above, and of test_ray.py
 def test_two_ranks_on_ray(on_ray: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(on_ray, write_training(tmp_path), undisturbed)
 
