@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,15 +15,16 @@ from evenload.scheduler import paths
 UNIT = "evenload-queue.service"
 
 # No start limit: while the disk is full the daemon can't start, and systemd would give up after five attempts.
+# A daemon that was stopped by `evenload queue stop` exits with 0, and stays so: a repair of the queue needs that.
 _TEXT = """\
 [Unit]
 Description=Evenload's queue of jobs of {user}
 StartLimitIntervalSec=0
 
 [Service]
-ExecStart="{python}" -P -m evenload.scheduler.daemon --queue "{folder}" --foreground
+ExecStart={python} -P -m evenload.scheduler.daemon --queue {folder} --foreground
 KillMode=process
-Restart=always
+Restart=on-failure
 RestartSec=1
 UMask=0077
 
@@ -37,7 +39,14 @@ def unit_path() -> Path:
 
 
 def unit_text(folder: Path) -> str:
-    return _TEXT.format(user=Path.home().name, python=sys.executable, folder=folder)
+    python, queue = (_quoted(path) for path in (sys.executable, str(folder)))
+    return _TEXT.format(user=Path.home().name, python=python, folder=queue)
+
+
+def _quoted(text: str) -> str:
+    """Return a word of a unit's command line: systemd replaces % and $, and reads backslashes."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
 
 
 def is_offered(folder: Path) -> bool:
@@ -51,7 +60,8 @@ def install(folder: Path) -> Path:
     Raises:
         QueueError: this machine, or this login, has no systemd; the message has a line for cron.
     """
-    line = f"@reboot {sys.executable} -P -m evenload.scheduler.daemon --queue {folder}"
+    words = [sys.executable, "-P", "-m", "evenload.scheduler.daemon", "--queue", str(folder)]
+    line = f"@reboot {shlex.join(words)}".replace("%", r"\%")  # which cron takes for the end of the command
     cron = f"with cron, add this line by crontab -e: {line}"
     if shutil.which("systemctl") is None:
         raise QueueError(f"this machine has no systemd; {cron}")

@@ -64,17 +64,14 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.remaining not in KNOWLEDGE:
             raise ConfigError(f"remaining={self.remaining!r}: expected one of {', '.join(KNOWLEDGE)}")
-        resize_s = self.resize_s or 0.0
-        if (
-            not self.interval_s > 0
-            or not self.save_s >= 0
-            or not 0 <= self.noise < math.inf
-            or not 0 <= resize_s < math.inf
-        ):
+        others_s = (self.save_s, self.noise, self.resize_s or 0.0)
+        if not 0 < self.interval_s < math.inf or not all(0 <= value < math.inf for value in others_s):
             raise ConfigError(
                 f"interval_s={self.interval_s}, save_s={self.save_s}, resize_s={self.resize_s}, noise={self.noise}: expected "
-                f"an interval above 0, and the others at least 0"
+                f"an interval above 0, the others at least 0, and none infinite"
             )
+        if not math.isfinite(self.midnight_s):
+            raise ConfigError(f"midnight_s={self.midnight_s}: expected a time; --start-hour is an hour of the day")
         if self.deadline_times is not None and not 1 < self.deadline_times < math.inf:
             raise ConfigError(
                 f"deadline_times={self.deadline_times}: expected a number above 1: 1 is a job's time alone"
