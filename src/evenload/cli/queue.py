@@ -151,18 +151,28 @@ def _ray(address: str | None, port: int | None) -> None:
 
 
 def _service(folder: Path) -> None:
+    from evenload.errors import QueueError
+    from evenload.scheduler.client import connect
     from evenload.scheduler.presence import is_running
     from evenload.scheduler.user_service import install
 
-    if (folder / "queue.sqlite").exists() and is_running(folder):
-        from evenload.scheduler.client import connect
+    has_run = (folder / "queue.sqlite").exists() and is_running(folder)
 
+    def stop() -> None:
+        if not has_run:
+            return
         with connect(folder, start=False) as client:
             client.call("stop")  # systemd starts its own; jobs go on meanwhile
         until_s = time.monotonic() + _STOP_S
         while is_running(folder) and time.monotonic() < until_s:
             time.sleep(0.05)
-    print(f"the queue's daemon starts at boot, and again if it dies: {install(folder)}")
+
+    try:
+        print(f"the queue's daemon starts at boot, and again if it dies: {install(folder, stop)}")
+    except QueueError:
+        if has_run:
+            connect(folder).close()  # started again if it was stopped
+        raise
 
 
 def _report(folder: Path, given: list[str], by: str | None, form: str) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from evenload.errors import QueueError
@@ -54,8 +55,8 @@ def is_offered(folder: Path) -> bool:
     return folder != paths.SYSTEM_FOLDER and shutil.which("systemctl") is not None and not unit_path().exists()
 
 
-def install(folder: Path) -> Path:
-    """Write the unit and have systemd start it now and at boot.
+def install(folder: Path, stop: Callable[[], None]) -> Path:
+    """Write the unit and have systemd start it now and at boot; `stop` ends a daemon that runs, once systemd is there.
 
     Raises:
         QueueError: this machine, or this login, has no systemd; the message has a line for cron.
@@ -68,10 +69,24 @@ def install(folder: Path) -> Path:
     path = unit_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(unit_text(folder))
-    steps = (["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", "enable", "--now", UNIT])
-    for command in (*steps, ["loginctl", "enable-linger"]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip()
-            raise QueueError(f"{path} is written, but {' '.join(command)} failed: {said}; {cron}")
+    try:
+        _run("systemctl", "--user", "daemon-reload")
+        stop()
+        _run("systemctl", "--user", "enable", "--now", UNIT)
+    except QueueError as error:
+        path.unlink()
+        raise QueueError(f"{error}; nothing was changed; {cron}") from None
+    try:
+        _run("loginctl", "enable-linger")
+    except QueueError as error:
+        raise QueueError(f"{path} is written and works while you are logged in, but {error}; {cron}") from None
     return path
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise QueueError(f"{' '.join(command)} failed: {error.strerror}") from error
+    if done.returncode:
+        raise QueueError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()}")

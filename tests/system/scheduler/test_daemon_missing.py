@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from evenload.cli.queue import _service
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants
 from evenload.scheduler import paths, presence, user_service
@@ -92,7 +93,7 @@ def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert unit["Service"]["KillMode"] == "process", "jobs would end with the daemon"
     if shutil.which("systemctl") is None:
         with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):
-            user_service.install(tmp_path / "queue")
+            user_service.install(tmp_path / "queue", lambda: None)
         assert not user_service.is_offered(tmp_path)
 
 
@@ -114,6 +115,27 @@ def test_a_service_leaves_a_daemon_stopped_that_was_stopped(tmp_path: Path) -> N
         (queue.folder / "queue.sqlite").write_bytes(b"damaged " * 1000)
         queue.start()
         assert queue.daemon.wait(60) != 0
+
+
+@pytest.mark.parametrize("fails_at", ["daemon-reload", "enable"])
+def test_a_queue_goes_on_where_systemd_refuses_its_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """As for a login without a bus: the daemon runs, and the unit is offered again."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\ncase "$*" in *{fails_at}*) echo no bus >&2; exit 1;; esac\n')
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with box() as queue:
+        queue.start()
+        before = queue.call("status")["pid"]
+        with pytest.raises(QueueError, match=f"{fails_at}.* failed: no bus; nothing was changed; with cron.*@reboot"):
+            _service(queue.folder)
+        assert (queue.call("status")["pid"] == before) == (fails_at == "daemon-reload")
+        assert user_service.is_offered(queue.folder)
+        queue.call("stop")
+        assert queue.daemon is not None and queue.daemon.wait(60) == 0
 
 
 def test_a_folder_in_which_no_daemon_can_start_is_named(tmp_path: Path) -> None:
