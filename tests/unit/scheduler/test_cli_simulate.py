@@ -135,6 +135,32 @@ def test_limits_and_reservations_hold_people_back(jobs: Path, capsys: pytest.Cap
     assert limited["mean_jct_s"] > plain["mean_jct_s"] < reserved["mean_jct_s"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--limit", "ann:jobs=0", "--limit", "bob:jobs=0"),
+        ("--reserve", "devices=host0:0|host0:1|host0:2|host0:3,from=0,until=1e5,users=cid", "--limit", "ann:jobs=0"),
+        ("--set", "restart_s=1e300"),
+    ],
+)
+def test_jobs_that_never_run_end_the_simulation(
+    jobs: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    """Not after the ten million decisions of 20 years."""
+    assert "for a month no job runs and none starts" in complains(
+        capsys, str(jobs), "-c", "1x4", "--interval", "3600", *options
+    )
+
+
+def test_deadlines_that_are_all_missed_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text("job,submitted_s,devices,duration_s,deadline_s\na,0,1,100,50\n")
+    out = said(capsys, str(path), "-c", "1x1")
+    assert "in time" in out and "0.0%" in out
+    path.write_text("job,submitted_s,devices,duration_s\na,0,1,100\n")
+    assert "in time" not in said(capsys, str(path), "-c", "1x1")
+
+
 @pytest.fixture
 def queue_folder(jobs: Path, tmp_path: Path) -> Path:
     """A queue as a daemon leaves it: four devices with a price, two users, one of them limited."""
