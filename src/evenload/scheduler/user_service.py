@@ -67,6 +67,11 @@ def install(folder: Path, stop: Callable[[], None]) -> Path:
     if shutil.which("systemctl") is None:
         raise QueueError(f"this machine has no systemd; {cron}")
     path = unit_path()
+    if path.exists() and f"--queue {_quoted(str(folder))} " not in path.read_text():
+        raise QueueError(
+            f"{path} is the unit of another queue, and there is one for each user: systemctl --user disable --now {UNIT} and "
+            f"remove that file first; {cron}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(unit_text(folder))
     try:

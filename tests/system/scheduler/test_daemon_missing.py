@@ -134,6 +134,9 @@ def test_a_queue_goes_on_where_systemd_refuses_its_service(
             _service(queue.folder)
         assert (queue.call("status")["pid"] == before) == (fails_at == "daemon-reload")
         assert user_service.is_offered(queue.folder)
+        user_service.unit_path().write_text(user_service.unit_text(queue.folder / "other"))
+        with pytest.raises(QueueError, match="the unit of another queue"):
+            _service(queue.folder)
         queue.call("stop")
         assert queue.daemon is not None and queue.daemon.wait(60) == 0
 
