@@ -52,7 +52,7 @@ def test_jobs_that_could_not_start_anyway_keep_their_reasons() -> None:
     snapshot, waits = within_budgets(queue.queue_state.snapshot(), SPENT)
     assert waits == {}
     reasons = plan(snapshot, 0.0, explain=True).waits
-    assert reasons[held] == "is held back until it is released" and f"waits for job {first}" in reasons[later]
+    assert reasons[held] == "its owner holds it back" and f"waits for job {first}" in reasons[later]
     queue.ended(first)
     snapshot, waits = within_budgets(queue.queue_state.snapshot(), SPENT)
     assert list(waits) == [later]

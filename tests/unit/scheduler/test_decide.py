@@ -386,7 +386,7 @@ def test_held_and_not_before() -> None:
     queue.apply(events.JobHeld(0.0, "held"))
     queue.settle()
     assert queue.running == set()
-    assert queue.waits() == {"later": "is not to start for another 50 s", "held": "is held back until it is released"}
+    assert queue.waits() == {"later": "is not to start for another 50 s", "held": "its owner holds it back"}
     queue.now_s = -22903.0
     assert queue.waits()["later"] == "is not to start for another 6:22 h"
     queue.now_s = 50.0

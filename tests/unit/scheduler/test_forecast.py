@@ -97,7 +97,7 @@ def test_nobody_is_promised_what_is_closed_or_held_back() -> None:
     queue.apply(events.JobHeld(0.0, "held"))
     told = look(queue)
     assert told["wide"].start_s is None and told["held"].start_s is None
-    assert told["held"].reason == "is held back until it is released" and "closed" in told["wide"].reason
+    assert told["held"].reason == "its owner holds it back" and "closed" in told["wide"].reason
 
 
 def test_reserved_devices_are_left_out() -> None:

@@ -53,7 +53,7 @@ class Eligibility:
             elif job.doomed:
                 self.commands.append(Cancelled(now_s, job.id, job.doomed))
             elif job.is_held:
-                self.waits[job.id] = "is held back until it is released"
+                self.waits[job.id] = "its owner holds it back"
             elif job.unmet:
                 self.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
             elif spec.not_before_s is not None and spec.not_before_s > now_s:
