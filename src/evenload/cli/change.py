@@ -116,13 +116,14 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     import time
 
     from evenload.scheduler.job_file import KEYS, job_from
-    from evenload.scheduler.job_syntax import moment_s
+    from evenload.scheduler.job_syntax import delays_of, moment_s
 
     job = job_from({"command": ["true"], **values}, {key: f"--{key} {value}" for key, value in values.items()})
     found: dict[str, Any] = {}
     for key in values:
         if (name := {"begin": "not_before_s", "deadline": "deadline_s"}.get(key)) is not None:
             found[name] = moment_s(getattr(job, key), time.time())
+            found["delays"] = [*found.get("delays", ()), *delays_of(**{name: getattr(job, key)})]
             continue
         fields = {"total" if name == "steps" else name: getattr(job, name) for name in KEYS[key][1]}
         if key in ("devices", "kind", "memory"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from evenload.scheduler.client import Client
 
 _WEB_POLL_S = 2.0
+_STOP_S = 10.0
 _USAGE = {
     "show": "evenload queue [show]",
     "stop": "evenload queue stop",
@@ -150,15 +151,28 @@ def _ray(address: str | None, port: int | None) -> None:
 
 
 def _service(folder: Path) -> None:
+    from evenload.errors import QueueError
+    from evenload.scheduler.client import connect
     from evenload.scheduler.presence import is_running
     from evenload.scheduler.user_service import install
 
-    if (folder / "queue.sqlite").exists() and is_running(folder):
-        from evenload.scheduler.client import connect
+    has_run = (folder / "queue.sqlite").exists() and is_running(folder)
 
+    def stop() -> None:
+        if not has_run:
+            return
         with connect(folder, start=False) as client:
-            client.call("stop")  # systemd starts its own at once; jobs go on meanwhile
-    print(f"the queue's daemon starts at boot, and again if it dies: {install(folder)}")
+            client.call("stop")  # systemd starts its own; jobs go on meanwhile
+        until_s = time.monotonic() + _STOP_S
+        while is_running(folder) and time.monotonic() < until_s:
+            time.sleep(0.05)
+
+    try:
+        print(f"the queue's daemon starts at boot, and again if it dies: {install(folder, stop)}")
+    except QueueError:
+        if has_run:
+            connect(folder).close()  # started again if it was stopped
+        raise
 
 
 def _report(folder: Path, given: list[str], by: str | None, form: str) -> None:
@@ -200,8 +214,8 @@ def _repair(folder: Path) -> None:
     print("jobs and changes after the last of these events are lost; evenload queue start starts the daemon")
     if done.held:
         print(
-            f"held back, because they have begun since and may have ended: job {', '.join(done.held)}; evenload change "
-            f"JOB --release starts one again"
+            f"held back, because they have begun since, and may still run or have ended: job {', '.join(done.held)}; "
+            f"evenload change JOB --release starts one again"
         )
 
 
@@ -212,7 +226,10 @@ def _show(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
 
 def _stop(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
     answer = client.call("stop")
-    return answer, f"the daemon (pid {answer['pid']}) is stopping; jobs continue, and the next submit restarts it"
+    from evenload.scheduler.paths import SYSTEM_FOLDER
+
+    starts = "systemctl start evenload-queue" if client.folder == SYSTEM_FOLDER else "the next submit"
+    return answer, f"the daemon (pid {answer['pid']}) is stopping; jobs continue, and {starts} starts it again"
 
 
 def _start(client: Client, _: list[str]) -> tuple[Mapping[str, Any], str]:
@@ -261,9 +278,11 @@ def _reserve(client: Client, given: list[str], at: str | None, every: str | None
     fields = {} if every is None else {"every": every}
     answer = client.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users, **fields)
     for_whom = ", ".join(users) or "nobody (maintenance)"
-    begin = "now on" if at is None else moment(start_s)
-    repeated = "" if every is None else f", every {every}"
     made = answer["reservation"]
+    is_now = at is None and made["start_s"] <= now_s + 1.0
+    start_s, end_s = made["start_s"], made["end_s"]  # of a weekday's, the first may be on Monday
+    begin = "now on" if is_now else moment(start_s)
+    repeated = "" if every is None else f", every {every}"
     lines = [f"reservation {made['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}"]
     for other in client.call("status")["reservations"]:
         both = sorted(set(other["devices"]) & set(made["devices"]))

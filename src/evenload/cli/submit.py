@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as writer
 import os
+import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -288,12 +290,14 @@ def _wait(ids: Sequence[str], queue: Path) -> int:
 
 
 def _exit_code_of(status: JobStatus) -> int:
-    """The program's own exit code if the reason contains it."""
+    """The program's own exit code if the reason contains it; as in a shell, 128 + n for signal n."""
     if status.state is JobState.SUCCEEDED:
         return 0
-    _, found, code = status.reason.partition("exit code ")
-    digits = code.split(" ")[0].rstrip(".,;:)")
-    return int(digits) if found and digits.isdecimal() and 0 < int(digits) < 256 else 1
+    if found := re.search(r"exit code (\d+)", status.reason):
+        return int(found[1]) if 0 < int(found[1]) < 256 else 1
+    if (found := re.search(r"killed by (SIG\w+)", status.reason)) and found[1] in signal.Signals.__members__:
+        return 128 + signal.Signals[found[1]]
+    return 1
 
 
 def _longer(command: Any, more: list[str]) -> list[str]:

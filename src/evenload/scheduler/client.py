@@ -16,6 +16,7 @@ from evenload.job.protocol import VARIABLE
 from evenload.scheduler import messages, paths
 
 _START_S = 60.0
+_RETRY_S = 0.5
 _DAEMON = "evenload.scheduler.daemon"
 
 
@@ -72,6 +73,11 @@ class Client:
         line, _, self._rest = b"".join(parts).partition(b"\n")
         return line
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the daemon has ended, or didn't reply; an error that it replied leaves the connection open."""
+        return self._connection.fileno() < 0
+
     def close(self) -> None:
         self._connection.close()
 
@@ -96,6 +102,18 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
     if connection is None:
         raise QueueError(f"no daemon runs for the queue {where}; evenload queue start starts it{_last_lines(where)}")
     return Client(where, connection, timeout_s)
+
+
+def connect_again(folder: Path) -> Client:
+    """Connect after a connection was lost: wait while a daemon that died is started again, by a runner or a service."""
+    until_s = time.monotonic() + _START_S
+    while True:
+        try:
+            return connect(folder, start=False)
+        except QueueError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _try(folder: Path, timeout_s: float) -> socket.socket | None:

@@ -7,6 +7,7 @@ queue's last event if that claims to be later. People see wall time: `QueueClock
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -56,9 +57,14 @@ class QueueClock:
         return ahead_s if abs(ahead_s) > _SAME_S else 0.0
 
     def midnight_s(self, at_s: float) -> float:
-        """Return the queue's time at the last midnight of the wall clock before a time."""
-        at = time.localtime(at_s + self.ahead_s)
-        return time.mktime((at.tm_year, at.tm_mon, at.tm_mday, 0, 0, 0, 0, 0, -1)) - self.ahead_s
+        """Return the queue's time of the last midnight before a time: the hours of the wall clock's day count from it.
+
+        On a day on which summer time begins or ends, it is that of the time then: an hour from midnight once that has changed.
+        """
+        wall_s = at_s + self.ahead_s
+        at = time.localtime(wall_s)
+        of_day_s = at.tm_hour * 3600 + at.tm_min * 60 + at.tm_sec
+        return math.floor(wall_s) - of_day_s - self.ahead_s
 
     def anchor(self) -> ClockAnchor:
         return ClockAnchor(self._boot, self._offset_s, self.ahead_s)

@@ -33,6 +33,7 @@ def container_command(
     folder: str,
     mounts: Iterable[str],
     variables: Mapping[str, str],
+    has_terminal: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs `command` in the image, and the variables to start it with.
 
@@ -49,6 +50,9 @@ def container_command(
         options += [f"--volume={mount}:{mount}" for mount in shown]
         options += [f"--env={name}" for name in passed]
         options += [f"--device=nvidia.com/gpu={gpu}" for gpu in gpus]
+        options += (
+            ["--interactive", "--tty"] if has_terminal else []
+        )  # apptainer has the terminal that it is started in
         return [runtime, "run", *options, image, *command], started_with
     options = [f"--bind={mount}:{mount}" for mount in shown]
     options += ["--no-home", f"--pwd={folder}", *(["--nv"] if gpus else [])]

@@ -123,6 +123,7 @@ def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "
         estimate_s=job.estimate_s,
         not_before_s=read.moment_s(job.begin, time.time()) if job.begin else None,
         deadline_s=read.moment_s(job.deadline, time.time()) if job.deadline else None,
+        delays=read.delays_of(not_before_s=job.begin, deadline_s=job.deadline),
         total=None if job.steps is None else float(job.steps),
         soft_limit_s=job.soft_limit_s,
         hard_limit_s=job.hard_limit_s,

@@ -7,6 +7,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from evenload.scheduler.paths import log_path
 
 if TYPE_CHECKING:
     from evenload.scheduler.clock import QueueClock
-    from evenload.scheduler.core.values import Job
+    from evenload.scheduler.core.values import Job, JobSpec
     from evenload.scheduler.messages import AttemptRow, JobRow
     from evenload.scheduler.store.ledger import AttemptRecord
     from evenload.scheduler.store.reader import JobLine
@@ -175,6 +176,12 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
     }
 
 
+def spec_by_wall_clock(spec: JobSpec, ahead_s: float) -> JobSpec:
+    """Return a stored spec with its times of day by the wall clock, which is so far ahead of the queue's."""
+    times = {name: getattr(spec, name) for name in ("not_before_s", "deadline_s")}
+    return replace(spec, **{name: time_s + ahead_s for name, time_s in times.items() if time_s is not None})
+
+
 def row_of_attempt(attempt: AttemptRecord, ahead_s: float) -> AttemptRow:
     return {
         "attempt": attempt.fence.attempt,
@@ -190,7 +197,7 @@ def row_of_attempt(attempt: AttemptRecord, ahead_s: float) -> AttemptRow:
 def row_of_line(line: JobLine, ahead_s: float = 0.0) -> dict[str, Any]:
     """Return a stored line in the form of the daemon's `list`; the wall clock is so far ahead of the queue's."""
     row = {**line._asdict(), "devices": json.loads(line.devices) if line.devices != "[]" else [], "array": ""}
-    return row | {"submitted_s": line.submitted_s + ahead_s, "since_s": line.since_s + ahead_s}
+    return row | {name: getattr(line, name) + ahead_s for name in ("submitted_s", "since_s", "reported_s")}
 
 
 def has_readable_file(folder: Path) -> bool:

@@ -177,6 +177,11 @@ def moment_s(text: str, now_s: float) -> float:
     return read_time_of_day_s(text, now_s) if ":" in text else now_s + read_duration_s(text)
 
 
+def delays_of(**moments: str) -> tuple[str, ...]:
+    """Return the names of the given times that count from now, such as `8h`; the others are times of day, or empty."""
+    return tuple(name for name, text in moments.items() if text and ":" not in text)
+
+
 def read_limits_s(value: Any) -> tuple[float | None, float | None]:
     """Parse `SOFT`, `SOFT:HARD` or `:HARD`."""
     text = "SOFT or SOFT:HARD or :HARD, such as 2h, 2h:3h or :3h"

@@ -56,7 +56,7 @@ LARGEST_PAGE = 1000
 
 CHANGEABLE = (
     "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s",
-    "deadline_s", "array_limit", "retries", "preemptible",
+    "deadline_s", "delays", "array_limit", "retries", "preemptible",
 )  # fmt: skip
 """Fields of `JobSpec` that the owner may change later. Only an admin may set a priority above the queue's `max_priority`."""
 

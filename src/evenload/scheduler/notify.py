@@ -50,9 +50,16 @@ class Notifier:
         self._pending: queue.Queue[tuple[JobProgram, str, dict[str, Any]]] = queue.Queue(MAX_PENDING)
         self._num_senders = 0
 
-    def send(self, program: JobProgram, job: Job, reason: str = "") -> None:
-        """Send the job's notifications and return at once; `reason` is given if it differs from the job's own."""
-        message = message_of(program, job, reason)
+    def send(self, program: JobProgram, job: Job, reason: str = "", *, ahead_s: float = 0.0) -> None:
+        """Send the job's notifications and return at once.
+
+        Args:
+            program: names the targets.
+            job: as it is now.
+            reason: given if it differs from the job's own.
+            ahead_s: seconds by which the wall clock is ahead of the queue's.
+        """
+        message = message_of(program, job, reason, ahead_s)
         for target in program.notify:
             try:
                 self._pending.put_nowait((program, target, message))
@@ -80,8 +87,8 @@ class Notifier:
                 self._pending.task_done()
 
 
-def message_of(program: JobProgram, job: Job, reason: str = "") -> dict[str, Any]:
-    """Return the message: the JSON that a webhook, or a command on its standard input, receives."""
+def message_of(program: JobProgram, job: Job, reason: str = "", ahead_s: float = 0.0) -> dict[str, Any]:
+    """Return the message: the JSON that a webhook, or a command on its standard input, receives; its times by the wall clock."""
     why = reason or job.reason
     called = f"{job.id} ({job.spec.name})" if job.spec.name else job.id
     text = f"job {called} {job.state.lower()} after {job.held_s:.0f} s{f': {why}' if why else ''}"
@@ -93,8 +100,8 @@ def message_of(program: JobProgram, job: Job, reason: str = "") -> dict[str, Any
         "user": job.spec.user,
         "command": list(program.command),
         "folder": program.folder,
-        "submitted_s": job.submitted_s,
-        "ended_s": job.since_s,
+        "submitted_s": job.submitted_s + ahead_s,
+        "ended_s": job.since_s + ahead_s,
         "held_s": job.held_s,
         "attempts": job.attempt,
         "done": job.done,

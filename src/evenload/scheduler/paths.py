@@ -25,6 +25,8 @@ SETTINGS_FILE = "queue.toml"
 LOGS = "logs"
 ATTEMPTS = "attempts"
 BACKUPS = "backups"
+ATTEMPT_STARTED = "started"
+"""File in an attempt's folder, with the time at which its program began."""
 
 
 def default_folder() -> Path:

@@ -169,6 +169,21 @@ def test_much_output_arrives_whole(box: Box) -> None:
         assert [int(line) for line in re.findall(r"^(\d+)\r?$", shown.text, re.MULTILINE)] == list(range(40000))
 
 
+def test_a_program_that_ends_at_once_is_shown(box: Box) -> None:
+    """Also where it has ended before its terminal could be connected."""
+    for number in range(6):
+        with terminal(box, "--", "echo", f"text-{number}") as shown:
+            assert shown.ended() == 0
+            assert re.search(rf"^text-{number}\r?$", shown.text, re.MULTILINE), shown.text
+
+
+def test_a_signal_gives_the_exit_code_of_a_shell(box: Box) -> None:
+    with terminal(box, "--", "sh", "-c", "echo up$((1+1)); exec sleep 1000") as shown:
+        shown.wait_for("up2")
+        shown.write("\x03")
+        assert shown.ended() == 128 + signal.SIGINT
+
+
 @pytest.mark.parametrize("words", [("--pty",), ("--pty", "--wait"), ("--pty", "--array", "0-1"), ("--pty", "--saves")])
 def test_what_an_interactive_job_cannot_have(box: Box, words: tuple[str, ...]) -> None:
     before = box.num_jobs()

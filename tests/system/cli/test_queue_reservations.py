@@ -34,6 +34,8 @@ def test_the_next_window_follows(tmp_path: Path) -> None:
         assert f" is for {labels[0]} too: only the next windows of both were compared" in later.out
         other = box.run("queue", "reserve", labels[0], "1h", "ann", "--at", "2099-01-01 09:59")
         assert f", for nobody: meanwhile only users of both may use {labels[0]}" in other.out, other
+        saturday = box.run("queue", "reserve", labels[0], "1h", "--at", "2099-01-03 09:00", "--every", "weekday")
+        assert "1h from 2099-01-05 09:00, every weekday" in saturday.out, saturday
         for wrong in (("--at", "noon"), ("--every", "month"), ("--at", "2020-01-01 09:00")):
             assert box.run("queue", "reserve", labels[0], "1h", *wrong).code == 2
         assert box.run("queue", "show", "--at", "09:00").code == 2

@@ -7,12 +7,14 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from evenload.cli.queue import _service
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants
 from evenload.scheduler import paths, presence, user_service
@@ -52,19 +54,91 @@ def test_a_daemon_that_died_is_started_by_the_runners(tmp_path: Path) -> None:
         assert not presence.is_missing(queue.folder) and not presence.is_running(queue.folder)
 
 
+def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
+    """`submit --wait` outlives the daemon, as the job does."""
+    with box() as queue:
+        queue.settings("[cpu]\nslots = 1\n")
+        queue.start()
+        queue.client().close()
+        script = f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; exit 3"
+        words = ["submit", "--queue", str(queue.folder), "--wait", "--no-snapshot", "--", "sh", "-c", script]
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "evenload.cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            until(lambda: queue.call("list")["jobs"], queue.log)
+            queue.wait_for("1", "RUNNING")
+            time.sleep(1.0)  # it waits by now
+            queue.kill()
+            time.sleep(1.0)
+            queue.start()
+            queue.client().close()
+            (tmp_path / "go").touch()
+            _, said = waiting.communicate(timeout=60)
+        finally:
+            waiting.kill()
+            waiting.wait()
+    assert (waiting.returncode, "job 1 failed: exit code 3" in said) == (3, True), said
+
+
 def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs this Python's daemon for this queue; where there is no systemd, cron can do it."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     unit = configparser.ConfigParser(interpolation=None)
-    unit.read_string(user_service.unit_text(tmp_path / "a queue"))
-    assert shlex.split(unit["Service"]["ExecStart"])[0] == sys.executable
-    assert shlex.split(unit["Service"]["ExecStart"])[-2:] == [str(tmp_path / "a queue"), "--foreground"]
+    unit.read_string(user_service.unit_text(tmp_path / "100% a 'queue'"))
+    words = shlex.split(unit["Service"]["ExecStart"])
+    assert words[0] == sys.executable
+    assert words[-2:] == [str(tmp_path / "100%% a 'queue'"), "--foreground"], "systemd makes one % of two"
     assert unit["Unit"]["StartLimitIntervalSec"] == "0", "a full disk would end the attempts to start it"
     assert unit["Service"]["KillMode"] == "process", "jobs would end with the daemon"
     if shutil.which("systemctl") is None:
         with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):
-            user_service.install(tmp_path / "queue")
+            user_service.install(tmp_path / "queue", lambda: None)
         assert not user_service.is_offered(tmp_path)
+
+
+def test_a_service_leaves_a_daemon_stopped_that_was_stopped(tmp_path: Path) -> None:
+    """`evenload queue stop` makes room for a repair, so units start only a daemon that ended in another way."""
+    shipped = (Path(user_service.__file__).parent / "daemon" / "evenload-queue.service").read_text()
+    for text in (shipped, user_service.unit_text(tmp_path)):
+        unit = configparser.ConfigParser(interpolation=None)
+        unit.read_string(text)
+        assert unit["Service"]["Restart"] == "on-failure"
+    with box() as queue:
+        queue.start()
+        queue.call("stop")
+        assert queue.daemon is not None and queue.daemon.wait(60) == 0
+        queue.start()
+        queue.client().close()
+        queue.kill()
+        assert queue.daemon.returncode != 0
+        (queue.folder / "queue.sqlite").write_bytes(b"damaged " * 1000)
+        queue.start()
+        assert queue.daemon.wait(60) != 0
+
+
+@pytest.mark.parametrize("fails_at", ["daemon-reload", "enable"])
+def test_a_queue_goes_on_where_systemd_refuses_its_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """As for a login without a bus: the daemon runs, and the unit is offered again."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\ncase "$*" in *{fails_at}*) echo no bus >&2; exit 1;; esac\n')
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with box() as queue:
+        queue.start()
+        before = queue.call("status")["pid"]
+        with pytest.raises(QueueError, match=f"{fails_at}.* failed: no bus; nothing was changed; with cron.*@reboot"):
+            _service(queue.folder)
+        assert (queue.call("status")["pid"] == before) == (fails_at == "daemon-reload")
+        assert user_service.is_offered(queue.folder)
+        user_service.unit_path().write_text(user_service.unit_text(queue.folder / "other"))
+        with pytest.raises(QueueError, match="the unit of another queue"):
+            _service(queue.folder)
+        queue.call("stop")
+        assert queue.daemon is not None and queue.daemon.wait(60) == 0
 
 
 def test_a_folder_in_which_no_daemon_can_start_is_named(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from evenload.errors import QueueError
+from evenload.job.processes import boot_id, boottime_s
+from evenload.scheduler import clock
+from evenload.scheduler.clock import ClockAnchor
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.store.writer import QueueStore
 from evenload.views.queue import full_list
+from evenload.views.queue.view import JobFilter, view_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
@@ -47,6 +52,21 @@ def test_parts_make_one_list(folder: Path, monkeypatch: pytest.MonkeyPatch, num:
     assert [line.split()[0] for line in lines.splitlines()[1:]] == [str(number) for number in range(1, 60)]
     assert "größe?[2J" in lines, "nothing in a name moves the cursor"
     assert len(of_user.splitlines()) == 1 + 19
+
+
+def test_times_are_the_wall_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has set it three hours ahead of the queue's."""
+    now_s = time.time()
+    with QueueStore(tmp_path, holder="a test") as store:
+        store.anchor = ClockAnchor(boot_id(), now_s - boottime_s())
+        store.record(events.Submitted(now_s, "1", JobSpec("ann")))
+        store.commit()
+    monkeypatch.setattr(clock, "wall_s", lambda: time.time() + 10_800.0)
+    (job,) = json.loads("".join(full_list.all_json(tmp_path)))["jobs"]
+    (line,) = view_of(tmp_path, JobFilter()).jobs
+    assert all(abs(row["submitted_s"] - now_s - 10_800.0) < 1.0 for row in (job, line))
+    at = [time.strftime("%Y-%m-%d %H:%M", time.localtime(now_s + 10_800.0 + more_s)) for more_s in (-1, 1)]
+    assert any(text in "".join(full_list.all_lines(tmp_path)) for text in at)
 
 
 def test_a_part_without_jobs_leaves_no_gap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from evenload.cli.show import _show_queue_job
 from evenload.errors import QueueError
+from evenload.job.processes import boot_id, boottime_s
 from evenload.scheduler import paths
+from evenload.scheduler.clock import ClockAnchor
 from evenload.scheduler.core import events
+from evenload.scheduler.core.values import Device
 from evenload.scheduler.daemon import backups as daemon_backups
 from evenload.scheduler.daemon.backups import HourlyBackups
 from evenload.scheduler.store import backup
 from evenload.scheduler.store.audit import audit
+from evenload.scheduler.store.ledger import RunnerStarted
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.schema import DATABASE
 from evenload.scheduler.store.writer import QueueStore
@@ -182,6 +187,100 @@ def test_a_repair_holds_back_jobs_that_began_after_the_backup(tmp_path: Path) ->
     with QueueStore(tmp_path, holder="test") as store:
         assert [job.id for job in store.queue_state.jobs.values() if job.is_held] == ["2"]
     assert audit(tmp_path) == []
+
+
+def _run_since(folder: Path, state: str) -> None:
+    """A backup of job 1, which has devices and whose program begins; then its end is recorded, and the file is lost."""
+    with QueueStore(folder, holder="test") as store:
+        store.anchor = ClockAnchor(boot_id(), -boottime_s() + 10.0, 0.0)
+        store.record(events.DeviceAdded(1.0, Device("d0", "h")))
+        store.record(events.Submitted(1.0, "1", spec(preemptible=False)), extra={"command": ["true"]})
+        store.record(events.Placed(2.0, "1", ("d0",), 1))
+        if state == "RUNNING":
+            store.record(RunnerStarted(2.0, "1", 1, {"pid": 1, "start_ticks": 1, "boot_id": "x"}))
+            store.record(events.JobStarted(2.0, "1"))
+        store.commit()
+        backup.back_up(folder)
+        store.record(events.Lost(9.0, "1"))
+        store.commit()
+    (folder / DATABASE).write_bytes(b"")
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "STARTING"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_repair_holds_back_jobs_that_ended_after_the_backup(tmp_path: Path, state: str, is_known: bool) -> None:
+    """Of a program that has ended no file is left but its output; of one whose runner the log lacks, that it began."""
+    attempt = paths.attempt_folder(tmp_path, "1", 1)
+    (tmp_path / paths.LOGS).mkdir()
+    if is_known:  # its runner goes on; or its program has not begun, and it gets one
+        attempt.mkdir(parents=True)
+        (attempt / paths.ATTEMPT_STARTED).touch()
+    elif state == "STARTING":
+        paths.log_path(tmp_path, "1").write_text("it began")
+    _run_since(tmp_path, state)
+    held = backup.repair(tmp_path).held
+    with QueueStore(tmp_path, holder="test") as store:
+        job = store.queue_state.jobs["1"]
+    assert (held, job.state, job.is_held) == (((), state, False) if is_known else (("1",), "PENDING", True))
+    assert audit(tmp_path) == []
+
+
+def test_a_repair_holds_back_a_job_whose_program_runs_without_the_queue(tmp_path: Path) -> None:
+    """The log has nothing of its runner, so no daemon can find it."""
+    attempt = paths.attempt_folder(tmp_path, "1", 1)
+    attempt.mkdir(parents=True)
+    (attempt / paths.ATTEMPT_STARTED).write_text("12.0")
+    _run_since(tmp_path, "STARTING")
+    assert backup.repair(tmp_path).held == ("1",)
+
+
+@pytest.mark.parametrize("has_backup", [True, False])
+def test_a_repair_keeps_the_queues_time(tmp_path: Path, has_backup: bool) -> None:
+    """Without its origin, a clock that was set forward would count as time for which jobs have run."""
+    anchor = ClockAnchor(boot_id(), -boottime_s() + 1000.0, 86_400.0)
+    with QueueStore(tmp_path, holder="test") as store:
+        store.anchor = anchor
+        store.record(events.Submitted(5.0, "1", spec()), extra={"command": ["true"]})
+        store.commit()
+    if has_backup:
+        backup.back_up(tmp_path)
+        (tmp_path / DATABASE).write_bytes(b"")
+    else:
+        with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            connection.execute("UPDATE jobs SET state = 'FAILED'")
+            connection.commit()
+    assert backup.repair(tmp_path).damaged is not None
+    with QueueStore(tmp_path, holder="test") as store:
+        assert store.anchor == anchor
+
+
+@pytest.mark.parametrize("text", ["{", "null", '{"boot": 5}', 7])
+def test_a_clock_that_cannot_be_read_is_damage(tmp_path: Path, text: object) -> None:
+    """No daemon opens such a queue."""
+    _submit(tmp_path, 1, 5)
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        connection.execute("INSERT OR REPLACE INTO facts VALUES ('clock', ?)", (text,))
+        connection.commit()
+    assert backup.repair(tmp_path).num_events == 5
+    with QueueStore(tmp_path, holder="test") as store:
+        assert store.anchor is None
+
+
+def test_a_repair_compares_outputs_by_the_queues_time(tmp_path: Path) -> None:
+    """The wall clock is a day behind it: an output of now is newer than the job's last attempt all the same."""
+    now_s = time.time() + 86_400.0
+    with QueueStore(tmp_path, holder="test") as store:
+        store.anchor = ClockAnchor(boot_id(), now_s - boottime_s(), -86_400.0)
+        store.record(events.DeviceAdded(now_s - 3600.0, Device("d0", "h")))
+        store.record(events.Submitted(now_s - 3600.0, "1", spec()), extra={"command": ["true"]})
+        store.record(events.Placed(now_s - 3600.0, "1", ("d0",), 1))
+        store.record(events.Yielded(now_s - 1800.0, "1"))
+        store.commit()
+    backup.back_up(tmp_path)
+    (tmp_path / DATABASE).write_bytes(b"")
+    (tmp_path / paths.LOGS).mkdir()
+    paths.log_path(tmp_path, "1").write_text("it began anew")
+    assert backup.repair(tmp_path).held == ("1",)
 
 
 def test_a_queue_of_an_earlier_version_is_not_damaged(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
-from evenload.scheduler.core.decide import decide
-from evenload.scheduler.core.values import Device, Limits, User
+from evenload.scheduler.core.decide import decide, plan
+from evenload.scheduler.core.values import After, Device, Limits, User
 from evenload.scheduler.daemon.budgets import Budgets, within_budgets
 from evenload.scheduler.daemon.queue_file import UserGroup, read_queue_file
 from evenload.scheduler.store.reader import Reader
@@ -38,6 +38,25 @@ def test_idle_devices_only_and_given_back_at_once() -> None:
     (stop,) = decide(within_budgets(queue.queue_state.snapshot(), SPENT)[0], 1.0)
     assert isinstance(stop, events.StopRequested) and stop.job == own and other in queue.queue_state.jobs
     assert within_budgets(queue.queue_state.snapshot(), {})[0].jobs == tuple(queue.queue_state.jobs.values())
+
+
+def test_jobs_that_could_not_start_anyway_keep_their_reasons() -> None:
+    """Held back, or after another; one that can never start is cancelled all the same."""
+    queue = Queue(box(1))
+    first = queue.submit(spec(user="bob"))
+    held = queue.submit(spec(user="ann", preemptible=False))
+    queue.apply(events.JobHeld(0.0, held))
+    later = queue.submit(spec(user="ann", preemptible=False, after=(After(first),)))
+    never = queue.submit(spec(user="ann", preemptible=False, after=(After(held, "failed"), After(first, "failed"))))
+    queue.settle()
+    snapshot, waits = within_budgets(queue.queue_state.snapshot(), SPENT)
+    assert waits == {}
+    reasons = plan(snapshot, 0.0, explain=True).waits
+    assert reasons[held] == "its owner holds it back" and f"waits for job {first}" in reasons[later]
+    queue.ended(first)
+    snapshot, waits = within_budgets(queue.queue_state.snapshot(), SPENT)
+    assert list(waits) == [later]
+    assert [command.job for command in decide(snapshot, 1.0) if isinstance(command, events.Cancelled)] == [never]
 
 
 def test_use_counts_in_its_month_alone(tmp_path: Path) -> None:

@@ -105,6 +105,9 @@ def test_settings_knowledge_and_ticks_change_the_result(jobs: Path, capsys: pyte
         (("--kind", "a100:price=1"), "facts of kind a100"),
         (("--every", "0"), "every=0"),
         (("--interval", "0"), "interval_s=0"),
+        (("--interval", "inf"), "none infinite"),
+        (("--save", "inf"), "none infinite"),
+        (("--start-hour", "nan"), "--start-hour is an hour of the day"),
         (("--jobs",), "add --json"),
         (("--plot", "picture.png"), "name the file so"),
         (("-c", "own"), "only a queue's own record has devices"),
@@ -130,6 +133,32 @@ def test_limits_and_reservations_hold_people_back(jobs: Path, capsys: pytest.Cap
         capsys, str(jobs), "-c", "1x8", "--reserve", "devices=host0:0|host0:1,from=0,until=20000,users=bob"
     )[0]
     assert limited["mean_jct_s"] > plain["mean_jct_s"] < reserved["mean_jct_s"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--limit", "ann:jobs=0", "--limit", "bob:jobs=0"),
+        ("--reserve", "devices=host0:0|host0:1|host0:2|host0:3,from=0,until=1e5,users=cid", "--limit", "ann:jobs=0"),
+        ("--set", "restart_s=1e300"),
+    ],
+)
+def test_jobs_that_never_run_end_the_simulation(
+    jobs: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    """Not after the ten million decisions of 20 years."""
+    assert "for a month no job runs and none starts" in complains(
+        capsys, str(jobs), "-c", "1x4", "--interval", "3600", *options
+    )
+
+
+def test_deadlines_that_are_all_missed_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text("job,submitted_s,devices,duration_s,deadline_s\na,0,1,100,50\n")
+    out = said(capsys, str(path), "-c", "1x1")
+    assert "in time" in out and "0.0%" in out
+    path.write_text("job,submitted_s,devices,duration_s\na,0,1,100\n")
+    assert "in time" not in said(capsys, str(path), "-c", "1x1")
 
 
 @pytest.fixture

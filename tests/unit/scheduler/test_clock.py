@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from evenload.scheduler import clock
@@ -38,3 +40,22 @@ def test_after_a_reboot_no_time_lies_before_the_last_event(machine: _Machine) ->
     later = QueueClock(stored, last_s=1234.0)
     assert later.now_s() == 1234.0 and later.ahead_s == -734.0
     assert (later.at("a", 100.0), later.at("b", 6.0), later.at("c", 6.0)) == (1000.0, 1235.0, None)
+
+
+def test_hours_of_the_day_are_the_wall_clocks_on_a_day_that_has_23_or_25(
+    machine: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At noon, at one in the morning, and where the wall clock was set."""
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        for month, day in ((3, 30), (10, 26), (5, 5)):
+            for hour in (1, 12):
+                wall_s = time.mktime((2025, month, day, hour, 30, 0, 0, 0, -1))
+                for set_by_s in (0.0, 7000.0):
+                    machine.wall_s = wall_s
+                    queue = QueueClock()
+                    machine.wall_s = wall_s + set_by_s
+                    at_s = queue.now_s() - set_by_s  # then the wall clock shows the time of day above
+                    assert (at_s - queue.midnight_s(at_s)) / 3600.0 == hour + 0.5, (month, day, hour, set_by_s)
+    time.tzset()

@@ -47,3 +47,13 @@ def test_without_a_runtime_nothing_is_submitted(tmp_path: Path) -> None:
     assert check_job(job, tmp_path, {"PATH": str(tmp_path)}).job.image == "img"
     with pytest.raises(ConfigError, match="only the local queue starts containers"):
         job_from({"command": ["true"], "image": "img", "backend": "slurm"})
+
+
+def test_an_interactive_job_has_its_terminal_in_the_container() -> None:
+    """Podman closes the input of a container that doesn't ask for it, and gives it no terminal."""
+    for has_terminal in (True, False):
+        command, _ = container_command(
+            "/usr/bin/podman", "img", ["bash"], folder="/w", mounts=(), variables={}, has_terminal=has_terminal
+        )
+        options = command[: command.index("img")]
+        assert ("--interactive" in options, "--tty" in options) == (has_terminal, has_terminal)

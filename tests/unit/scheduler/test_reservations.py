@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from evenload.errors import ConfigError
+from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Reservation
-from evenload.scheduler.daemon.maintenance import next_window, shifted
+from evenload.scheduler.daemon.maintenance import clock_events, first_window, next_window, shifted
 from evenload.scheduler.job_syntax import read_time_of_day_s
+from tests.unit.scheduler.queue import Queue, box
 
 HOUR_S = 3600.0
 
@@ -46,6 +48,15 @@ def test_the_next_window_has_the_same_time_of_day() -> None:
     assert _next("day", friday, _at(2025, 12, 3, 11, 0)) == _at(2025, 12, 4, 9, 0)
 
 
+def test_the_first_window_of_weekdays_is_on_one() -> None:
+    """Over the end of summer time too; other windows are where they were asked for."""
+    for day, first in ((24, 24), (25, 27), (26, 27), (27, 27)):
+        start_s = _at(2025, 10, day, 9, 0)
+        for every, at_s in (("weekday", _at(2025, 10, first, 9, 0)), ("day", start_s), ("", start_s)):
+            asked = Reservation("r1", frozenset({"d0"}), start_s, start_s + 2 * HOUR_S, frozenset(), every)
+            assert (first_window(asked).start_s, first_window(asked).end_s) == (at_s, at_s + 2 * HOUR_S)
+
+
 def test_a_time_of_day_that_a_change_leaves_out_is_back_the_day_after() -> None:
     """Half past two does not exist on 30 March; also where the queue's clock is not the wall clock."""
     ahead_s = 100.0
@@ -63,6 +74,20 @@ def test_a_time_of_day_that_a_change_leaves_out_is_back_the_day_after() -> None:
 def test_a_difference_of_clocks_measured_a_moment_off_changes_no_time_of_day() -> None:
     friday = _at(2025, 5, 9, 9, 0)
     assert _next("day", friday - 0.3, friday + 2 * HOUR_S) == friday + 24 * HOUR_S
+
+
+def test_a_clock_that_is_set_moves_windows_that_are_to_come() -> None:
+    """And recurring ones. A single one that has begun lasts as long as it would have."""
+    queue = Queue(box(1))
+    for name, start_s, every in (("begun", 10.0, ""), ("later", 500.0, ""), ("daily", 10.0, "day")):
+        made = Reservation(name, frozenset({"gpu0.0"}), start_s, start_s + HOUR_S, frozenset(), every)
+        queue.apply(events.ReservationSet(1.0, made))
+    moved = {
+        event.reservation.id: event.reservation.start_s
+        for event in clock_events(queue.queue_state, 100.0, 20.0)
+        if isinstance(event, events.ReservationSet)
+    }
+    assert moved == {"later": 400.0, "daily": -90.0}
 
 
 def test_a_reservation_may_not_overlap_its_next() -> None:

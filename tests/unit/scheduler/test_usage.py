@@ -9,7 +9,7 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.values import Device
+from evenload.scheduler.core.values import Device, Settings, User
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.usage import UsageRow, months, unix_group, usage_rows
@@ -97,3 +97,38 @@ def test_a_wrong_request_is_named(tmp_path: Path, by: tuple[str, ...], month: st
     QueueStore(tmp_path, holder="test").close()
     with pytest.raises(ConfigError, match=named):
         _rows(tmp_path, by, month)
+
+
+def test_a_day_of_summer_times_end_costs_its_hours_by_the_wall_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Saturday noon to Monday noon it is cheap from 22 to 6, nine hours and then eight; also on Sunday alone."""
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        began_s = time.mktime((2025, 10, 25, 12, 0, 0, 0, 0, -1))
+        evening_s = time.mktime((2025, 10, 26, 21, 0, 0, 0, 0, -1))
+        with QueueStore(tmp_path, holder="test") as store:
+            store.record(events.SettingsSet(began_s - HOUR_S, Settings(cheap_hours="22-6")))
+            for name in ("d0", "d1"):
+                device = Device(name, "h", price_per_hour=10.0, cheap_price_per_hour=1.0)
+                store.record(events.DeviceAdded(began_s - HOUR_S, device))
+            for name, at_s in (("1", began_s), ("2", evening_s)):
+                store.record(events.Submitted(at_s, name, spec(user=f"u{name}")), extra={"command": ["true"]})
+                store.record(events.Placed(at_s, name, (f"d{int(name) - 1}",), 1))
+                store.record(events.JobStarted(at_s, name))
+            store.record(events.Ended(evening_s + HOUR_S, "2", is_success=True))
+            store.record(events.Ended(began_s + 49 * HOUR_S, "1", is_success=True))
+            store.commit()
+        rows = {row.user: row for row in _rows(tmp_path, ("user",))}
+    time.tzset()
+    assert rows["u2"].cost == pytest.approx(10.0), "at nine in the evening it isn't cheap yet"
+    assert rows["u1"].cost == pytest.approx(17.0 + 32 * 10.0, abs=0.01)
+    assert rows["u1"].saved == pytest.approx(0.0, abs=0.01)
+
+
+def test_use_that_is_never_forgotten_adds_up() -> None:
+    """A half-life without end is a setting: it keeps all use."""
+    user = User("ann", usage_device_s=5.0, num_devices=2)
+    assert user.until(10.0, float("inf")).usage_device_s == 25.0
+    assert user.usage_until(10.0, 1e12) == pytest.approx(25.0, rel=1e-2)

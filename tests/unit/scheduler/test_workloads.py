@@ -63,6 +63,8 @@ def test_the_simple_table(tmp_path: Path) -> None:
         ("job,submitted_s,devices,duration_s\na,0,one,5\n", "line 2: .*'one'"),
         ("job,submitted_s,devices,duration_s\na,-1,1,5\n", "line 2: submitted_s=-1.0"),
         ("job,submitted_s,devices,duration_s\na,0,1,0\n", "line 2: a job of 0.0 s"),
+        ("job,submitted_s,devices,duration_s\na,0,1,inf\n", "line 2: a job of inf s"),
+        ("job,submitted_s,devices,duration_s,scaling\na,0,1:2,5,nan\n", "line 2: scaling=nan"),
         ("job,submitted_s,devices,duration_s\na,0,1,5\na,0,1,5\n", "line 3: job a is there twice"),
         ("job,submitted_s,devices,duration_s,after\na,0,1,5,b\n", "job a is after b, which is not in the file"),
         ("job,submitted_s,devices,duration_s,preemptible\na,0,1,5,perhaps\n", "'perhaps': expected yes or no"),

@@ -15,7 +15,7 @@ from typing import Any
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import paths, validation
 from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, check_resolved
-from evenload.scheduler.client import connect
+from evenload.scheduler.client import connect, connect_again
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import JobState
@@ -92,16 +92,23 @@ class LocalBackend(SchedulerBackend):
             return str(client.call("job", job=job)["job"]["deadline_note"])
 
     def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
-        """Yield each job's status when it has ended, until all have."""
-        left, last = list(ids), 0
-        with connect(self.queue, start=False) as client:
-            while left:
-                last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
-                for job in list(left):
-                    status = _status_of(client.call("job", job=job)["job"])
-                    if status.has_ended:
-                        left.remove(job)
-                        yield status
+        """Yield each job's status when it has ended, until all have; a daemon that dies meanwhile is waited for."""
+        left, last, client = list(ids), 0, connect(self.queue, start=False)
+        while left:
+            with client:
+                try:
+                    while left:
+                        last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+                        for job in list(left):
+                            status = _status_of(client.call("job", job=job)["job"])
+                            if status.has_ended:
+                                left.remove(job)
+                                yield status
+                except QueueError:
+                    if not client.is_closed:
+                        raise
+            if left:
+                client = connect_again(self.queue)
 
 
 def snapshot_folder(queue: Path | None = None) -> Path:

@@ -110,7 +110,6 @@ class JobChanges:
         slowest = min([self._speeds[slot] for slot in own])
         if not any(map(free.has, [zone for zone, speed in self._zone_speeds.items() if speed > slowest])):
             return
-        choice = self._choices.of(job)
         if is_young(job, self._snapshot.settings, self._now_s) or len(self._eligibility.usable(job)) < len(own):
             return
         seconds = left_s(job, self._now_s)
@@ -118,7 +117,7 @@ class JobChanges:
             num = spec.needs.min_devices
             seconds = self._snapshot.past.left_s(num, job.service_until(self._now_s) / num)
         free.give(own)
-        slots = free.find(choice, len(own))
+        slots = free.find(self._choices.of(job), len(own))
         free.take(own)
         if slots is None or (window is not None and window.num_inside(slots) > window.num_inside(own)):
             return
@@ -164,5 +163,4 @@ class JobChanges:
         self._free.give(self._eligibility.usable(job), soon=True)
 
     def _names(self, slots: Sequence[int]) -> tuple[str, ...]:
-        devices = self._snapshot.layout.devices
-        return tuple([devices[slot].id for slot in slots])
+        return tuple([self._snapshot.layout.devices[slot].id for slot in slots])

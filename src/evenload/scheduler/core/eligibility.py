@@ -14,7 +14,8 @@ from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice, pool_choice
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import PENDING, RUNNING, JobState
-from evenload.scheduler.core.values import Job, Needs, Reservation, Settings, span
+from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
+from evenload.scheduler.time_text import span
 
 _HOUR_S = 3600.0
 _MOST_KNOWN = 10_000

@@ -208,9 +208,7 @@ class QueueState:
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
         if job.state in WITH_DEVICES and (spec.needs, spec.share_device) != (job.spec.needs, job.spec.share_device):
-            raise QueueError(
-                f"job {job.id} is {job.state}: which devices it needs can't be changed while it holds some"
-            )
+            raise QueueError(f"job {job.id} is {job.state}: the devices it needs can't be changed while it holds some")
         self._put(job, spec=spec, total=spec.total if spec.total is not None else job.total)
 
     def _on_device_added(self, event: events.DeviceAdded) -> None:

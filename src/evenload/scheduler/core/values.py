@@ -131,6 +131,8 @@ class JobSpec:
     not_before_s: float | None = None
     deadline_s: float | None = None
     """When it is to have ended, by the queue's time; only policy ``cost`` plans for it."""
+    delays: tuple[str, ...] = ()
+    """Which of these two its owner gave as a time from then on, not as a time of day: a wall clock that is set leaves them."""
     after: tuple[After, ...] = ()
     array: str = ""
     array_limit: int | None = None
@@ -273,6 +275,8 @@ class User:
 
     def usage_until(self, now_s: float, half_life_s: float) -> float:
         """Return decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
+        if half_life_s == math.inf:
+            return self.usage_device_s + self.num_devices * (now_s - self.accounted_s)
         decay = math.exp2(-(now_s - self.accounted_s) / half_life_s)
         return self.usage_device_s * decay + self.num_devices * half_life_s / math.log(2) * (1 - decay)
 
@@ -367,18 +371,4 @@ class Settings:
         _check(self, "max_lost max_sharers share_margin deadline_margin", 1)
         thresholds = list(self.las_thresholds_device_s)
         if thresholds != sorted(set(thresholds)) or min(thresholds, default=1.0) <= 0:
-            raise ConfigError(
-                f"las_thresholds_device_s={self.las_thresholds_device_s}: expected growing numbers above 0"
-            )
-
-
-def span(seconds: float) -> str:
-    """Return a duration as `42 s`, `12 min`, `3:05 h` or `2.5 d`."""
-    seconds = max(0.0, seconds)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 100 * 3600:
-        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f} h"
-    return f"{seconds / 86400:.1f} d"
+            raise ConfigError(f"las_thresholds_device_s={thresholds}: expected growing numbers above 0")

@@ -88,7 +88,7 @@ def within_budgets(snapshot: QueueSnapshot, spent: Mapping[str, str]) -> tuple[Q
         reason = spent.get(job.spec.user)
         if reason is not None and job.spec.preemptible:
             job = replace(job, spec=replace(job.spec, priority=min(_IDLE_ONLY, job.spec.priority)))
-        elif reason is not None and job.state is JobState.PENDING:
+        elif reason is not None and job.state is JobState.PENDING and not (job.is_held or job.unmet or job.doomed):
             waits[job.id] = f"{reason}; a job with --saves or --requeue would use idle devices"
             continue
         jobs.append(job)

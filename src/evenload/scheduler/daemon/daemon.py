@@ -289,7 +289,7 @@ class Daemon:
         for job in self._state.ended:
             found = self._state.program_of(job.id)
             if found is not None and found.program.notify:
-                self._notifier.send(found.program, job)
+                self._notifier.send(found.program, job, ahead_s=self._state.clock.ahead_s)
         self._state.ended.clear()
         self._attempts.launch()
         self._attempts.request_stops(self._handlers.to_kill)

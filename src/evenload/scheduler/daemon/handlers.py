@@ -21,6 +21,7 @@ from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation
 from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.listening import listening_addresses
+from evenload.scheduler.daemon.maintenance import first_window, shifted
 from evenload.scheduler.daemon.queue_file import groups_of_users
 from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_names
 from evenload.scheduler.daemon.state import DaemonState
@@ -33,6 +34,8 @@ READING = frozenset({"list", "job", "status", "wait", "report"})
 """Verbs that record nothing."""
 
 _LONGEST_WAIT_S = 300.0
+_MOST_WAITS = 50_000
+"""Pairs of a job and another that it waits for, beyond one for each job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class RequestHandlers:
         array_id = f"{first}" if array else ""
         entries = [self._entry(caller, part, str(first + index), array_id, now_s) for index, part in enumerate(parts)]
         self._check_max_queued(caller, len(entries))
+        self._check_max_waits([event.spec for event, _ in entries])
         for event, extra in entries:
             row = extra if event is entries[0][0] else rows.program_like(entries[0][0].job, entries[0][1], extra)
             self.state.record(event, extra=row)
@@ -152,6 +156,18 @@ class RequestHandlers:
                 raise QueueError(
                     f"{caller.name} has {queued} jobs in the queue and may have {most}: {num} are too many"
                 )
+
+    def _check_max_waits(self, specs: list[JobSpec]) -> None:
+        """Refuse an array after an array where each end would change hundreds of jobs that wait for hundreds of others."""
+        jobs = self.state.store.queue_state.jobs.values()
+        most = max(len(spec.after) for spec in specs)
+        num = sum(max(0, len(spec.after) - 1) for spec in specs)
+        if num and num + sum(max(0, len(job.unmet) - 1) for job in jobs) > _MOST_WAITS:
+            raise QueueError(
+                f"{len(specs)} jobs after {most} others each are too many to follow ({num:,}; at most {_MOST_WAITS:,} in this "
+                f"queue): submit one job between them (evenload submit --name between --after ... -- true), and these "
+                f"--after between"
+            )
 
     def _check_priority(self, caller: Caller, priority: int) -> None:
         most = self.state.settings.max_priority
@@ -342,7 +358,8 @@ class RequestHandlers:
         reserved = frozenset(labels.get(name, name) for name in devices)
         name = f"r{self.state.store.last + 1}"
         ahead_s = self.state.clock.ahead_s
-        made = Reservation(name, reserved, start_s - ahead_s, end_s - ahead_s, frozenset(users), every)
+        made = first_window(Reservation(name, reserved, start_s, end_s, frozenset(users), every))
+        made = shifted(made, -ahead_s)
         if made.end_s <= self.state.clock.now_s() and not every:
             raise ConfigError("the reservation's window is over")
         self.state.record(events.ReservationSet(self.state.clock.now_s(), made))

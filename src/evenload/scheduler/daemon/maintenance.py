@@ -64,6 +64,16 @@ def recurring_events(queue_state: QueueState, clock: QueueClock) -> list[events.
     ]
 
 
+def first_window(reservation: Reservation) -> Reservation:
+    """Return a reservation with its first window on a day on which it recurs; by the wall clock."""
+    at = time.localtime(reservation.start_s)
+    if reservation.every != "weekday" or at.tm_wday < _SATURDAY:
+        return reservation
+    days = 7 - at.tm_wday
+    start_s = time.mktime((at.tm_year, at.tm_mon, at.tm_mday + days, at.tm_hour, at.tm_min, at.tm_sec, 0, 0, -1))
+    return replace(reservation, start_s=start_s, end_s=start_s + reservation.end_s - reservation.start_s)
+
+
 def next_window(reservation: Reservation, now_s: float) -> Reservation:
     """Return a recurring reservation with its first window that ends after a time; all by the wall clock.
 
@@ -85,12 +95,18 @@ def next_window(reservation: Reservation, now_s: float) -> Reservation:
 
 
 def clock_events(queue_state: QueueState, step_s: float, now_s: float) -> list[events.QueueEvent]:
-    """Return the events that keep what people gave as a time of day, after the wall clock was set by `step_s`."""
+    """Return the events that keep what people gave as a time of day, after the wall clock was set by `step_s`.
+
+    Times that count from a submission, and single windows that have begun, last as long as they would have.
+    """
     happened: list[events.QueueEvent] = [
-        events.ReservationSet(now_s, shifted(reservation, -step_s)) for reservation in queue_state.reservations.values()
+        events.ReservationSet(now_s, shifted(reservation, -step_s))
+        for reservation in queue_state.reservations.values()
+        if reservation.every or reservation.start_s > now_s
     ]
     for job in queue_state.jobs.values():
-        times = {name: getattr(job.spec, name) for name in ("not_before_s", "deadline_s")}
+        names = {"not_before_s", "deadline_s"}.difference(job.spec.delays)
+        times = {name: getattr(job.spec, name) for name in sorted(names)}
         later = {name: time_s - step_s for name, time_s in times.items() if time_s is not None and time_s > now_s}
         if later:
             happened.append(events.SpecChanged(now_s, job.id, replace(job.spec, **later)))

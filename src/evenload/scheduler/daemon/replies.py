@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from evenload.scheduler import validation
@@ -17,7 +17,7 @@ from evenload.scheduler.daemon.maintenance import shifted
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.forecast.forecast import Forecast
-from evenload.scheduler.job_lookup import row_of_job
+from evenload.scheduler.job_lookup import row_of_job, spec_by_wall_clock
 from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
@@ -47,10 +47,7 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
 
 def spec_row(state: DaemonState, spec: JobSpec) -> dict[str, Any]:
     """Return a job's spec, with times of the wall clock."""
-    for name in ("not_before_s", "deadline_s"):
-        if (time_s := getattr(spec, name)) is not None:
-            spec = replace(spec, **{name: time_s + state.clock.ahead_s})
-    row: dict[str, Any] = validation.plain(spec)
+    row: dict[str, Any] = validation.plain(spec_by_wall_clock(spec, state.clock.ahead_s))
     return row
 
 

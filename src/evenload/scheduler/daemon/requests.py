@@ -24,6 +24,7 @@ MEASURED = "restart_is_measured"
 
 _LONGEST_NAME = 200
 _MOST_NAMES = 1000
+_TIMES = ("not_before_s", "deadline_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,10 @@ def changed_spec(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
         changes = {**changes, "needs": {**before.get("needs", {}), **changes["needs"]}}
     if "estimate_s" in changes:
         before["estimate_source"] = ""
+    if set(_TIMES) & changes.keys():  # one that isn't changed stays what it was
+        kept = [name for name in spec.delays if name not in changes]
+        given = [name for name in changes.get("delays", ()) if name in changes]
+        changes = {**changes, "delays": [*kept, *given]}
     return _spec({**before, **changes})
 
 
@@ -90,6 +95,8 @@ def _spec(row: Mapping[str, Any]) -> JobSpec:
     spec = validation.build(JobSpec, row, "spec")
     check_name("name", spec.name, may_be_empty=True)
     check_name("array", spec.array, may_be_empty=True)
+    if unknown := set(spec.delays) - set(_TIMES):
+        raise ConfigError(f"spec.delays: {', '.join(sorted(unknown))[:100]}: expected some of {', '.join(_TIMES)}")
     for part in (spec.needs.kinds, tuple(after.job for after in spec.after)):
         if len(part) > _MOST_NAMES:
             raise ConfigError(f"spec with {len(part)} names in one list: expected at most {_MOST_NAMES}")

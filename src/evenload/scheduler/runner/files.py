@@ -16,6 +16,7 @@ from evenload.errors import QueueError
 from evenload.job.output import FULL_DISK_ERRORS
 from evenload.job.processes import boot_id, boottime_s
 from evenload.job.protocol import RunnerContract
+from evenload.scheduler.paths import ATTEMPT_STARTED
 from evenload.scheduler.runner.processes import ProcessMarkers
 from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RESULT_FIELDS, SPEC_FILE
 
@@ -31,8 +32,6 @@ TERMS = "terms.json"
 PROTOCOL = "protocol"
 """One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet. No more:
 a daemon of an earlier version, which runs through an upgrade, compares the whole file."""
-STARTED = "started"
-"""When the program began, in seconds since the boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
 def open_protocol(folder: Path) -> tuple[int, int]:
     """Return descriptors for `note_start`, which the program's user may then call."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    protocol, started = (os.open(folder / name, flags, 0o600) for name in (PROTOCOL, STARTED))
+    protocol, started = (os.open(folder / name, flags, 0o600) for name in (PROTOCOL, ATTEMPT_STARTED))
     os.write(protocol, b"0")
     return protocol, started
 
@@ -235,7 +234,7 @@ def may_report(folder: Path) -> bool:
 def began_since_boot_s(folder: Path) -> float | None:
     """Return when the attempt's program began; None if it hasn't, or an earlier version started it."""
     try:
-        return float((folder / STARTED).read_bytes())
+        return float((folder / ATTEMPT_STARTED).read_bytes())
     except (OSError, ValueError):
         return None
 

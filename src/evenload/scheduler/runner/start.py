@@ -173,6 +173,7 @@ def _become(
             folder=spec.folder,
             mounts=(*spec.mounts, str(folder)),
             variables=environment,
+            has_terminal=spec.pty,
         )
     files.note_start(protocol, reports=_names_evenload(spec))
     try:

@@ -116,10 +116,13 @@ class ProgramTerminal:
         return wakeup in readable
 
     def close(self) -> None:
-        """Pass on what the program has written, and close all."""
+        """Pass on what the program has written, and close all. A program may have ended before its client could come."""
         deadline_s = time.monotonic() + _FLUSH_S
         while self._read_program():
             pass
+        while self._listener is not None and self._to_client and time.monotonic() < deadline_s:
+            if select.select([self._listener], [], [], 0.1)[0]:
+                self._accept()
         while self._client is not None and self._to_client and time.monotonic() < deadline_s:
             select.select([], [self._client], [], 0.1)
             self._write_client()

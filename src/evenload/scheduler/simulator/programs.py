@@ -11,6 +11,9 @@ from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError
 from evenload.scheduler.simulator.cluster import DeviceShape
 
+_MOST_SCALING = 10.0
+"""Far beyond any job's; n to a larger power can't be computed with."""
+
 
 @dataclass(frozen=True)
 class ProgramReport:
@@ -61,8 +64,10 @@ class TimedProgram:
     ) -> None:
         """Take the duration on `num_devices` devices of speed 1."""
         self._is_evenload = is_evenload
-        if not duration_s > 0:
-            raise ConfigError(f"a job of {duration_s} s: expected more than 0")
+        if not 0 < duration_s < math.inf:
+            raise ConfigError(f"a job of {duration_s} s, or steps: expected a number above 0")
+        if not -_MOST_SCALING <= scaling <= _MOST_SCALING:
+            raise ConfigError(f"scaling={scaling}: expected a number such as 0.9, of at most {_MOST_SCALING:g}")
         if rates and (len(rates) < num_devices or not all(0 < rate < math.inf for rate in rates)):
             raise ConfigError(f"rates={rates}: expected numbers above 0 for 1, 2, … at least {num_devices} devices")
         self._total, self._num, self._scaling = duration_s, num_devices, scaling

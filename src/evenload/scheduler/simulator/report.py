@@ -40,6 +40,8 @@ class SimulationReport:
     cost: float
     deadlines_met: float
     """Part of the jobs with a deadline that succeeded by then; 0 without such jobs."""
+    num_deadlines: int
+    """Jobs with a deadline."""
     energy_kwh: float
     num_decisions: int
 
@@ -77,6 +79,7 @@ def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport
         deadlines_met=mean(
             [float(job.state is JobState.SUCCEEDED and job.ended_s <= limit_s) for job, limit_s in limits]
         ),
+        num_deadlines=len(limits),
         energy_kwh=sum(job.energy_kwh for job in outcome.jobs),
         num_decisions=outcome.num_decisions,
     )
@@ -119,11 +122,12 @@ _COLUMNS = (
     ("deadlines_met", "in time", "{:.1%}"),
     ("energy_kwh", "kWh", "{:.1f}"),
 )
-_ONLY_WHERE_SET = ("cost", "deadlines_met", "energy_kwh")
+_ONLY_WHERE_SET = {"cost": "cost", "deadlines_met": "num_deadlines", "energy_kwh": "energy_kwh"}
+"""Column → the field without which it is left out."""
 
 
 def table(reports: Sequence[SimulationReport]) -> str:
-    columns = [c for c in _COLUMNS if c[0] not in _ONLY_WHERE_SET or any(getattr(r, c[0]) for r in reports)]
+    columns = [c for c in _COLUMNS if any(getattr(r, _ONLY_WHERE_SET.get(c[0], "num_devices")) for r in reports)]
     cells = [[title for _, title, _ in columns]]
     cells += [[form.format(getattr(report, name)) for name, _, form in columns] for report in reports]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]

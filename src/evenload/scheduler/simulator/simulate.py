@@ -31,6 +31,8 @@ _MOST_ROUNDS = 50
 _LEARN_EVERY_S = 600.0
 """Where a program reports the same again: what was learned on other devices ages slowly."""
 _ENDLESS_S = 20 * 365 * 86400.0
+_STALLED_S = 31 * 86400.0
+"""Where nothing happens for so long, although no job waits for a time, nothing ever will."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,14 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.remaining not in KNOWLEDGE:
             raise ConfigError(f"remaining={self.remaining!r}: expected one of {', '.join(KNOWLEDGE)}")
-        resize_s = self.resize_s or 0.0
-        if (
-            not self.interval_s > 0
-            or not self.save_s >= 0
-            or not 0 <= self.noise < math.inf
-            or not 0 <= resize_s < math.inf
-        ):
+        others_s = (self.save_s, self.noise, self.resize_s or 0.0)
+        if not 0 < self.interval_s < math.inf or not all(0 <= value < math.inf for value in others_s):
             raise ConfigError(
                 f"interval_s={self.interval_s}, save_s={self.save_s}, resize_s={self.resize_s}, noise={self.noise}: expected "
-                f"an interval above 0, and the others at least 0"
+                f"an interval above 0, the others at least 0, and none infinite"
             )
+        if not math.isfinite(self.midnight_s):
+            raise ConfigError(f"midnight_s={self.midnight_s}: expected a time; --start-hour is an hour of the day")
         if self.deadline_times is not None and not 1 < self.deadline_times < math.inf:
             raise ConfigError(
                 f"deadline_times={self.deadline_times}: expected a number above 1: 1 is a job's time alone"
@@ -127,6 +126,8 @@ class _Simulation:
         self.useful_device_s = 0.0
         self.num_decisions = 0
         self.next_tick_s: float | None = None
+        self.changed_s = 0.0
+        """When the last event was applied."""
         self.rng = random.Random(conditions.seed)
         self.arrivals = {arrival.job: arrival for arrival in arrivals}
         if len(self.arrivals) != len(arrivals):
@@ -168,6 +169,8 @@ class _Simulation:
                 raise ConfigError(
                     f"after 20 years jobs are still waiting ({waiting}): limits may keep them out for ever"
                 )
+            if now_s - self.changed_s > _STALLED_S:
+                self._check_stalled(now_s)
         meter = self.meter
         return SimulationOutcome(
             policy=self.conditions.settings.policy,
@@ -177,6 +180,18 @@ class _Simulation:
             useful_device_s=self.useful_device_s,
             num_decisions=self.num_decisions,
         )
+
+    def _check_stalled(self, now_s: float) -> None:
+        """Raise `ConfigError` where no job runs, and none waits for a time that is to come."""
+        jobs = self.queue_state.jobs
+        times = [job.spec.not_before_s or 0.0 for job in jobs.values()]
+        times += [reservation.end_s for reservation in self.queue_state.reservations.values()]
+        if jobs and now_s - max([self.changed_s, *times]) > _STALLED_S:
+            waiting = ", ".join(list(jobs)[:5])
+            raise ConfigError(
+                f"for a month no job runs and none starts, but jobs wait ({waiting}): limits or reservations keep them out "
+                f"for ever, or a start takes that long (restart_s={self.conditions.settings.restart_s:g})"
+            )
 
     def _push(self, time_s: float, kind: str, job: str, version: int = 0) -> None:
         heapq.heappush(self.heap, (time_s, self.num_pushed, kind, job, version))
@@ -351,6 +366,7 @@ class _Simulation:
         if self.log is not None:
             self.log.append(event)
         changed = self.queue_state.apply(event)
+        self.changed_s = self.queue_state.time_s
         self.meter.observe(event, changed, self.queue_state)
         name = getattr(event, "job", None)
         if name in self.queue_state.outcomes:

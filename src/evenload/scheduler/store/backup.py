@@ -8,6 +8,7 @@ without a gap, and folds the tables anew. The damaged file stays beside the new 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sqlite3
@@ -15,20 +16,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.errors import QueueError
-from evenload.scheduler.clock import wall_s
+from evenload.errors import EvenloadError, QueueError
+from evenload.scheduler.clock import ClockAnchor, QueueClock, wall_s
 from evenload.scheduler.core import events
-from evenload.scheduler.core.states import JobState
-from evenload.scheduler.paths import BACKUPS, log_path
+from evenload.scheduler.paths import ATTEMPT_STARTED, BACKUPS, attempt_folder, log_path
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.lock import WriterLock
-from evenload.scheduler.store.schema import DATABASE, MIGRATIONS, migrate, version_of
+from evenload.scheduler.store.rows import value_from, value_text
+from evenload.scheduler.store.schema import CLOCK, DATABASE, MIGRATIONS, migrate, version_of
 from evenload.scheduler.store.writer import LOCK, QueueStore
 
 NUM_KEPT = 3
 _SAME_S = 60.0
 """A job's output is of an attempt that the queue knows, if it was written at most so long after it."""
+_NO_END = "its end was in the damaged part of the queue's file"
 
 
 def back_up(folder: Path) -> Path:
@@ -81,7 +83,7 @@ class Repair:
     damaged: Path | None = None
     """The damaged file, under its new name."""
     held: tuple[str, ...] = ()
-    """Jobs that wait by the last of the events, and have begun since: they are held back, so that none runs twice unasked."""
+    """Jobs that have begun, or ended, since the last of the events: they are held back, so that none runs twice unasked."""
 
 
 def repair(folder: Path) -> Repair:
@@ -111,7 +113,7 @@ def repair(folder: Path) -> Repair:
         made = folder / "repaired" / DATABASE
         shutil.rmtree(made.parent, ignore_errors=True)
         made.parent.mkdir(mode=0o700)
-        num = _write(made, log)
+        num = _write(made, log, _clock(folder / DATABASE) or (None if backup is None else _clock(backup)))
         held = _hold_begun(made.parent, folder)
         damaged = folder / f"{DATABASE}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         for suffix in ("-wal", "-shm", ""):
@@ -125,18 +127,40 @@ def repair(folder: Path) -> Repair:
 
 
 def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
-    """Hold back the waiting jobs of the queue in `made` whose output in `folder` is newer than their last attempt."""
+    """Hold back the jobs of the queue in `made` that have gone on since its last event, as the files in `folder` show.
+
+    One that waits by the log has an output of later. One that runs has lost its attempt's files, which stay until its end is
+    recorded; or its program has begun, and the log has nothing of its runner, which can't be found any more.
+    """
     with QueueStore(made, holder="evenload queue repair") as store:
-        waiting = [job for job in store.queue_state.jobs.values() if job.state is JobState.PENDING and not job.is_held]
+        ahead_s = 0.0 if store.anchor is None else QueueClock(store.anchor, store.queue_state.time_s).ahead_s
         held = []
-        for job in waiting:
+        for job in list(store.queue_state.jobs.values()):
+            written_s = -math.inf
             with contextlib.suppress(FileNotFoundError):
-                written_s = log_path(folder, job.id).stat().st_mtime
-                if not job.attempt or written_s > job.since_s + _SAME_S:
-                    store.record(events.JobHeld(store.queue_state.time_s, job.id))
-                    held.append(job.id)
+                written_s = log_path(folder, job.id).stat().st_mtime - ahead_s
+            if (attempt := store.attempt(job.id)) is not None:
+                fence = attempt.runner_fence
+                files = attempt_folder(folder, job.id, fence.attempt)
+                has_gone_on = not files.exists() and (attempt.runner is not None or written_s > attempt.began_s)
+                if has_gone_on or (attempt.runner is None and _size(files / ATTEMPT_STARTED)):
+                    store.record(events.Lost(store.queue_state.time_s, job.id, _NO_END))
+                else:
+                    continue
+            elif job.is_held or written_s <= (job.since_s + _SAME_S if job.attempt else -math.inf):
+                continue
+            if job.id in store.queue_state.jobs:
+                store.record(events.JobHeld(store.queue_state.time_s, job.id))
+                held.append(job.id)
         store.commit()
     return tuple(held)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _migrate(database: Path) -> None:
@@ -151,9 +175,13 @@ def _migrate(database: Path) -> None:
 
 def _problems(folder: Path) -> list[str]:
     try:
-        return audit(folder)
-    except (sqlite3.Error, QueueError, ValueError, KeyError, TypeError) as error:
-        return [str(error)]
+        found = audit(folder)
+        with contextlib.closing(_reading(folder / DATABASE)) as connection:
+            if (text := tables.get_fact(connection, CLOCK, None)) is not None:
+                value_from(ClockAnchor, text)
+        return found
+    except (sqlite3.Error, QueueError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{type(error).__name__}: {error}"]
 
 
 def _is_whole(path: Path) -> bool:
@@ -179,13 +207,26 @@ def _readable_log(path: Path, after: int) -> list[tables.LogRow]:
     return found
 
 
-def _write(path: Path, log: list[tables.LogRow]) -> int:
+def _clock(path: Path) -> str | None:
+    """Return the stored origin of a queue's time; None where it can't be read."""
+    with (
+        contextlib.suppress(sqlite3.Error, EvenloadError, ValueError, TypeError, AttributeError),
+        contextlib.closing(_reading(path)) as connection,
+    ):
+        text = tables.get_fact(connection, CLOCK, None)
+        return None if text is None else value_text(value_from(ClockAnchor, text))
+    return None
+
+
+def _write(path: Path, log: list[tables.LogRow], clock: str | None) -> int:
     """Write a queue's file with these events, up to the first that can't follow those before it; return their number."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         migrate(connection, tables.refold, MIGRATIONS)
         connection.execute("BEGIN")
         num = tables.write_from_log(connection, log)
+        if clock is not None:  # without it a queue whose machine's clock was set would take that for time that passed
+            tables.put_fact(connection, CLOCK, clock)
         connection.execute("COMMIT")
     descriptor = os.open(path, os.O_RDONLY)
     try:

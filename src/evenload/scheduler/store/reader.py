@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # a list needs none of these, and they cost more to import th
     from evenload.scheduler.store.savings import Prices
 
 
+_REPAIR = "; evenload queue stop and evenload queue repair make it whole"
+
+
 class JobLine(NamedTuple):
     """A job in a list: plain columns, so that 100,000 of them are cheap."""
 
@@ -113,11 +116,13 @@ class Reader:
     def clock(self) -> QueueClock:
         """Return the queue's clock, as its daemon last stored it."""
         from evenload.scheduler.clock import ClockAnchor, QueueClock
-        from evenload.scheduler.store.rows import value_from
 
         facts = dict(self._query("SELECT name, value FROM facts WHERE name IN (?, 'time_s')", CLOCK))
-        anchor = value_from(ClockAnchor, facts[CLOCK]) if CLOCK in facts else None
-        return QueueClock(anchor, float(facts.get("time_s", 0.0)))
+        try:  # without `rows`, which costs a list of jobs more to import than this
+            anchor = ClockAnchor(**json.loads(facts[CLOCK])) if CLOCK in facts else None
+            return QueueClock(anchor, float(facts.get("time_s", 0.0)))
+        except (TypeError, ValueError) as error:
+            raise QueueError(f"the clock of the queue {self._path} can't be read: {error}{_REPAIR}") from error
 
     def text(self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None) -> str:
         """Return the value of an SQL expression that aggregates all jobs, as text.
@@ -249,7 +254,7 @@ class Reader:
             yield
         except sqlite3.Error as error:
             is_damaged = getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-            hint = "; evenload queue stop and evenload queue repair make it whole" if is_damaged else ""
+            hint = _REPAIR if is_damaged else ""
             raise QueueError(f"the queue {self._path} can't be read: {error}{hint}") from error
 
     def close(self) -> None:

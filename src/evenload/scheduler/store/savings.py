@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,6 +12,8 @@ from evenload.scheduler.policies.deadlines import offers_of
 from evenload.scheduler.store.ledger import AttemptRecord
 from evenload.scheduler.tariff import Tariff, tariff_of
 
+_DAY_S = 86400.0
+
 
 @dataclass
 class Prices:
@@ -20,21 +22,32 @@ class Prices:
     devices: Mapping[str, Device]
     cheap_hours: str
     midnight_s: Callable[[float], float]
-    """Returns the last midnight before a time, so that each attempt has the hours of its own day."""
+    """Returns the last midnight before a time, by the hours of the day that hold then."""
     _done_s: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def _layout(self) -> Layout:
         return layout_of(self.devices.values())
 
-    def _tariff(self, at_s: float) -> Tariff:
-        return tariff_of(self.cheap_hours, self.midnight_s(at_s))
-
     def cost(self, names: Sequence[str], began_s: float, ended_s: float) -> float:
         """Return what the devices of these names cost over a span of time; a device that is gone costs nothing."""
         held = [self.devices[name] for name in names if name in self.devices]
-        tariff = self._tariff(began_s)
-        return sum(tariff.cost(d.price_per_hour, d.cheap_price_per_hour, began_s, ended_s) for d in held)
+        return sum(
+            tariff.cost(device.price_per_hour, device.cheap_price_per_hour, from_s, until_s)
+            for from_s, until_s, tariff in self._spans(began_s, ended_s)
+            for device in held
+        )
+
+    def _spans(self, began_s: float, ended_s: float) -> Iterator[tuple[float, float, Tariff]]:
+        """Yield a span of time in parts between changes of summer time, each with its tariff."""
+        first, last = (tariff_of(self.cheap_hours, self.midnight_s(at_s)) for at_s in (began_s, ended_s))
+        half_s = (began_s + ended_s) / 2
+        shift_s = (last.midnight_s - first.midnight_s) % _DAY_S
+        if not first.spans or min(shift_s, _DAY_S - shift_s) < 1.0 or ended_s - began_s < 1.0:
+            yield began_s, ended_s, first
+        else:
+            yield from self._spans(began_s, half_s)
+            yield from self._spans(half_s, ended_s)
 
     def cost_of(self, attempts: Iterable[AttemptRecord], now_s: float) -> float:
         """Return what attempts cost so far."""
@@ -58,4 +71,7 @@ class Prices:
         at_s = self._done_s.get(job, submitted_s)
         seconds = (ended_s - began_s) * min(device.speed for device in held) / offers[0].speed
         self._done_s[job] = at_s + seconds
-        return len(names) * self._tariff(at_s).cost(offers[0].price, offers[0].cheap_price, at_s, at_s + seconds)
+        return len(names) * sum(
+            tariff.cost(offers[0].price, offers[0].cheap_price, from_s, until_s)
+            for from_s, until_s, tariff in self._spans(at_s, at_s + seconds)
+        )

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import paths
-from evenload.scheduler.client import Client, connect
+from evenload.scheduler.client import connect, connect_again
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
+from evenload.scheduler.job_lookup import job_state
 from evenload.scheduler.runner.terminal import SOCKET, WINDOW, Frames, frame
 
 _INPUT, _OUTPUT = 0, 1
@@ -48,9 +48,8 @@ def interactive_job(job: JobFile, variables: dict[str, str]) -> JobFile:
 def run_interactively(queue: Path, job: str) -> bool:
     """Wait for the job's start and be its terminal until it ends; return False where the user gave up before the start."""
     try:
-        with connect(queue, start=False) as client:
-            attempt = _started(client, job)
-            connection = None if attempt is None else _connected(client, queue, job, attempt)
+        attempt = _started(queue, job)
+        connection = None if attempt is None else _connected(queue, job, attempt)
     except KeyboardInterrupt:
         with connect(queue, start=False) as client:  # the other connection may still have a reply to come
             client.call("cancel", jobs=[job], now=True)
@@ -61,27 +60,29 @@ def run_interactively(queue: Path, job: str) -> bool:
     return True
 
 
-def _started(client: Client, job: str) -> int | None:
-    """Return the attempt that runs; None where the job has ended."""
-    last, is_first = 0, True
+def _started(queue: Path, job: str) -> int | None:
+    """Return the attempt that runs; None where the job has ended. A daemon that dies meanwhile is waited for."""
+    last, is_first, client = 0, True, connect(queue, start=False)
     while True:
-        row = _row(client, job)
-        if row["state"] in ENDED:
-            return None
-        if row["state"] == JobState.RUNNING:
-            return int(row["attempt"])
-        if is_first:
-            print(f"waiting for devices; Ctrl-C cancels job {job}", file=sys.stderr, flush=True)
-            is_first = False
-        last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+        with client:
+            try:
+                while True:
+                    row = client.call("job", job=job)["job"]
+                    if row["state"] in ENDED:
+                        return None
+                    if row["state"] == JobState.RUNNING:
+                        return int(row["attempt"])
+                    if is_first:
+                        print(f"waiting for devices; Ctrl-C cancels job {job}", file=sys.stderr, flush=True)
+                        is_first = False
+                    last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+            except QueueError:
+                if not client.is_closed:
+                    raise
+        client = connect_again(queue)
 
 
-def _row(client: Client, job: str) -> dict[str, Any]:
-    row: dict[str, Any] = client.call("job", job=job)["job"]
-    return row
-
-
-def _connected(client: Client, queue: Path, job: str, attempt: int) -> socket.socket | None:
+def _connected(queue: Path, job: str, attempt: int) -> socket.socket | None:
     """Return a connection to the job's terminal; None where the job ended before there was one."""
     folder = paths.attempt_folder(queue, job, attempt)
     while True:
@@ -95,7 +96,7 @@ def _connected(client: Client, queue: Path, job: str, attempt: int) -> socket.so
         except OSError as error:
             connection.close()
             raise QueueError(f"the terminal of job {job} can't be reached: {error}") from error
-        if _row(client, job)["state"] in ENDED:
+        if job_state(queue, job)[0] in ENDED:
             return None
         time.sleep(_RETRY_S)
 
@@ -130,29 +131,49 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _relay(connection: socket.socket, resized: int) -> None:
-    """Pass bytes on in both directions until the job closes its side, or this terminal is gone."""
-    frames = Frames()
-    connection.sendall(_window())
+    """Pass bytes on in both directions until the job closes its side, or this terminal is gone.
+
+    Output is read while keys wait to be sent: a program that waits for its output to be read takes no input. It is also read
+    where none can be sent any more, because the program has ended.
+    """
+    frames, to_job, is_open = Frames(), _window(), True
+    connection.setblocking(False)
     while True:
-        wanted: list[int | socket.socket] = [_INPUT, connection, resized]
-        readable = select.select(wanted, [], [])[0]
+        wanted: list[int | socket.socket] = [connection, resized]
+        if len(to_job) < _BYTES:
+            wanted.append(_INPUT)
+        readable, writable, _ = select.select(wanted, [connection] if to_job else [], [])
         try:
             if resized in readable:
                 os.read(resized, 4096)
-                connection.sendall(_window())
+                to_job += _window() if is_open else b""
             if _INPUT in readable:
                 data = os.read(_INPUT, _BYTES)
                 if not data:
                     return
-                connection.sendall(frame(b"d", data))
+                to_job += frame(b"d", data) if is_open else b""
+            if connection in writable:
+                to_job, is_open = _sent(connection, to_job)
             if connection in readable:
                 data = connection.recv(_BYTES)
                 if not data:
                     return
                 for _, part in frames.feed(data):
                     _write(part)
+        except BlockingIOError:
+            continue
         except (OSError, ValueError):  # the job ended meanwhile, or this terminal was closed
             return
+
+
+def _sent(connection: socket.socket, data: bytes) -> tuple[bytes, bool]:
+    """Send what the connection takes; return the rest, and whether the job's side is still open."""
+    try:
+        return data[connection.send(data) :], True
+    except BlockingIOError:
+        return data, True
+    except OSError:
+        return b"", False
 
 
 def _write(data: bytes) -> None:

@@ -30,7 +30,9 @@ _PROGRESS = (
     "WHEN done > 0 THEN printf('%g', done) ELSE '' END"
 )
 _REQUESTED = "CASE WHEN min_devices = max_devices THEN min_devices ELSE min_devices || ':' || max_devices END"
-_WHEN = "strftime('%Y-%m-%d %H:%M', submitted_s, 'unixepoch', 'localtime')"
+_TIME = re.compile(r"@(\w+)")
+"""A column that holds a time of the queue's clock, which is shown by the wall clock."""
+_WHEN = "strftime('%Y-%m-%d %H:%M', @submitted_s, 'unixepoch', 'localtime')"
 _WHY = "replace(reason, char(10), ' ')"
 _COLUMNS = (
     ("job", "id"),
@@ -51,8 +53,8 @@ _JSON = (
     """printf('{"id":%s,"number":%d,"user":%s,"name":%s,"state":"%s","priority":%d,"min_devices":%d,"max_devices":%d,"""
     """"devices":%s,"submitted_s":%!.17g,"since_s":%!.17g,"attempt":%d,"done":%!.17g,"total":%s,"rate_per_s":%!.17g,"""
     """"reported_s":%!.17g,"reason":%s}', json_quote(id), number, json_quote(user), json_quote(name), state, priority, """
-    """min_devices, max_devices, devices, submitted_s, since_s, attempt, done, ifnull(total, 'null'), rate_per_s, """
-    """reported_s, json_quote(reason))"""
+    """min_devices, max_devices, devices, @submitted_s, @since_s, attempt, done, ifnull(total, 'null'), rate_per_s, """
+    """@reported_s, json_quote(reason))"""
 )
 
 
@@ -62,14 +64,14 @@ def all_lines(folder: Path, states: Sequence[JobState] = (), user: str | None = 
         lengths = reader.text(
             f"json_array({', '.join(f'max(length({name}))' for name in _FREE)})", states=states, user=user
         )
-        parts = _parts(reader)
+        parts, ahead_s = _parts(reader), reader.clock().ahead_s
     free = dict(zip(_FREE, json.loads(lengths), strict=True))
     widths = [max(len(head), free.get(form) or 0) if form in free else len(head) for head, form in _COLUMNS]
     widths[3], widths[5], widths[7], widths[8] = 9, 11, 16, 20
     yield "  ".join(f"{head:{width}}" for (head, _), width in zip(_COLUMNS, widths, strict=True)).rstrip() + "\n"
     marks = "  ".join(f"%!-{width}s" for width in widths[:-1]) + "  %s"  # "!": widths are of letters, not of bytes
     expression = f"rtrim(printf('{marks}', {', '.join(form for _, form in _COLUMNS)}))"
-    for text in _texts(folder, expression, "\n", parts, states, user):
+    for text in _texts(folder, _by_wall_clock(expression, ahead_s), "\n", parts, states, user):
         yield _printable(text) + "\n"
 
 
@@ -84,12 +86,16 @@ def all_json(folder: Path, states: Sequence[JobState] = (), user: str | None = N
     """Yield one object with a line for each job, like `view.json_of`."""
     with Reader(folder) as reader:
         counts = {str(state): num for state, num in reader.counts(user).items()}
-        parts = _parts(reader)
+        parts, expression = _parts(reader), _by_wall_clock(_JSON, reader.clock().ahead_s)
     head = {"queue": str(folder), "time_s": time.time(), "from_daemon": False, "counts": counts}
     yield json.dumps(head, ensure_ascii=False)[:-1] + ', "jobs": [\n'
-    for index, text in enumerate(_texts(folder, _JSON, ",\n", parts, states, user)):
+    for index, text in enumerate(_texts(folder, expression, ",\n", parts, states, user)):
         yield (",\n" if index else "") + text
     yield "\n]}\n"
+
+
+def _by_wall_clock(expression: str, ahead_s: float) -> str:
+    return _TIME.sub(rf"(\1 + {ahead_s!r})" if ahead_s else r"\1", expression)
 
 
 def _parts(reader: Reader) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from evenload.scheduler import validation
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, stored_job
+from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, spec_by_wall_clock, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
 from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, idle, moment, progress, short_list, span
@@ -315,7 +315,7 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
         program = reader.program(job) or {}
     return {
         "job": row_of_job(folder, found, clock),
-        "spec": validation.plain(found.spec),
+        "spec": validation.plain(spec_by_wall_clock(found.spec, clock.ahead_s)),
         "program": program,
         "attempts": attempts,
         "cost": cost,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.core.values import span as span
+from evenload.scheduler.time_text import span as span
 from evenload.views.queue.view import MAX_WAITING, QueueView
 
 if TYPE_CHECKING:
