@@ -271,3 +271,10 @@ def describe(options: Sequence[Option]) -> list[str]:
     best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
     named = f"cheapest: {exact.setting} with the exact result ({exact.step_s:.3g} s)"
     return [*lines, named + (f", {best.setting} at all ({best.step_s:.3g} s)" if best is not exact else "")]
+
+
+def describe_exchange(options: Sequence[Option]) -> str:
+    """Return what an exchange takes with options of no computation, which nothing hides, and which is the cheapest."""
+    best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
+    times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)
+    return f"{times}. Cheapest with the exact result: {exact.setting}; cheapest at all: {best.setting}"

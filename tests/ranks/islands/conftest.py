@@ -19,6 +19,7 @@ def everything(folder: str) -> dict[str, Any]:
         test_state.moved_errors,
         test_state.shown,
         test_state.every_step,
+        test_state.plateau,
         test_state.short_last_batch,
         test_times.early,
     )

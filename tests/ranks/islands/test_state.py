@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import evenload
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, StepError
 from tests.ranks.islands.simulation import BATCH, Case, Points, build, loss_of, simulate
 from tests.ranks.islands.test_references import difference
 
@@ -118,6 +119,27 @@ def every_step(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def plateau(folder: str) -> list[str]:
+    """A scheduler that steps by the loss of an island, and by one value for all; the errors."""
+    found = []
+    for name, is_shared in (("own", False), ("shared", True)):
+        model = build()
+        run, loader, optimizer = start(f"{folder}/{name}", model, {**SETTINGS, "islands": "0,1/2"})
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        try:
+            for step in itertools.chain(loader, loader):
+                loss = float(step.backward(lambda batch: loss_of(model, batch)))  # noqa: B023
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(float(run.reduce(loss)) if is_shared else loss)
+            found.append(f"{step.index + 1} steps")
+        except StepError as error:
+            found.append(str(error))
+        finally:
+            run.close()
+    return found
+
+
 def short_last_batch(folder: str) -> str:
     run = evenload.init(project_dir=folder, strategy="local", islands="0/1/2")
     run.prepare(nn.Linear(5, 3).double(), DataLoader(Points(), batch_size=len(Points()) - 3))
@@ -187,6 +209,13 @@ def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: l
     assert all("a step of 2 samples cannot be divided over 3 islands" in seen["short_last_batch"] for seen in ranks)
 
 
+def test_a_schedule_by_the_loss_of_an_island_is_named(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        own, shared = seen["plateau"]
+        assert "the islands' schedules have parted (learning rates 0.1, 0.1)" in own  # before the rates differ
+        assert shared == "8 steps"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -194,6 +223,7 @@ def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: l
         ({"islands": "0"}, "no effect with strategy ddp"),
         ({"strategy": "local", "fragments": 3, "sync_every": 2}, "each fragment needs a step"),
         ({"strategy": "local", "sync_delay": 11, "fragments": 2}, "at most 10 steps after it was sent"),
+        ({"strategy": "local", "sync_every": 1, "local_steps": "auto"}, "has no effect with sync_every=1"),
         ({"strategy": "local", "wire": "auto"}, "chooses by the noise of gradients"),
         ({"strategy": "async", "wire": "int8"}, "no effect with strategy='async'"),
         ({"strategy": "local", "batch_max": 64}, "batch_max with strategy='local'"),

@@ -60,6 +60,23 @@ for name in ("fp32", "int8"):  # islands: twice in six steps
         optimizer.step(); optimizer.zero_grad()
     run.close()
     found[f"local-{name}"] = (sent_when_idle() - before) / 6
+for name, settings in (
+    ("fragments", {"strategy": "local", "sync_every": 3, "fragments": 3}),  # each in one of three steps
+    ("async", {"strategy": "async"}),  # a machine has the server, the other one the worker
+):
+    torch.manual_seed(0)
+    run = evenload.init(project_dir=f"runs/{name}", **settings)
+    loader = DataLoader(TensorDataset(torch.randn(96, 512), torch.randn(96, 512)), batch_size=8)
+    model, loader = run.prepare(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    for step in loader:
+        if step.index % 3 == 0:
+            counts.append(sent_when_idle())
+        step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        optimizer.step(); optimizer.zero_grad()
+    run.close()
+    found[name] = (counts[3] - counts[2]) / 3 if name == "fragments" else (sent_when_idle() - counts[2]) / 6
 json.dump(found, open("bytes.json", "w"))
 """
 SIZE = GradientSize(512 * 1024 * 2 + 1024 + 512, 4, ((1024, 512), (512, 1024)))
@@ -94,6 +111,9 @@ def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> No
         for name in ("fp32", "int8"):
             expected = sent_bytes(name, SIZE, 2) / 3
             assert abs(counted[f"local-{name}"] - expected) < 0.05 * expected + 10e3, (name, counted)
+        # Of async, each machine sends 4 bytes a parameter and part: the server parameters, the worker gradients.
+        for name, expected in (("fragments", sent_bytes("fp32", SIZE, 2) / 3), ("async", 4.0 * SIZE.num_values)):
+            assert abs(counted[name] - expected) < 0.05 * expected + 10e3, (name, counted)
 
 
 @pytest.mark.slow
@@ -108,6 +128,8 @@ def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
         settings = [option["setting"] for option in found["advice"]["options"]]
         assert 'strategy="local", sync_every=20, fragments=4' in settings and settings[-1] == 'strategy="async"'
         assert ("wire" in found) == (name != "fp32")
+    said = next(e.message for e in read_events(folders[0] / "runs" / "int8") if e.kind == "link")
+    assert "Cheapest with the exact result: wire=" in said and "wire=int8 is not exact" in said
     assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
     assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)
     assert events["fp16"]["wire"]["difference"] < 5e-4

@@ -15,6 +15,7 @@ from evenload.balance.exchange_times import (
     bucket_sizes,
     cheapest,
     describe,
+    describe_exchange,
     local_options,
     options_of,
     wire_options,
@@ -50,6 +51,14 @@ def test_a_slow_link_makes_the_smallest_format_the_cheapest_and_fp32_the_exact_o
     assert cheapest(options, exact=False) is by_name["powersgd"]
     assert describe(options)[-1] == 'cheapest: wire="fp32" with the exact result (2.93 s), wire="powersgd" at all (' + (
         f"{by_name['powersgd'].step_s:.3g} s)"
+    )
+
+
+def test_before_the_first_step_the_cheapest_exchanges_are_named() -> None:
+    text = describe_exchange(options_of(SIZE, SLOW, 2, Work(0.0)))
+    assert text.startswith('wire="fp32" 2.6 s, wire="bf16" 1.3 s, ')
+    assert text.endswith(
+        '. Cheapest with the exact result: wire="fp32"; cheapest at all: strategy="local", sync_every=20, wire="int8"'
     )
 
 

@@ -14,16 +14,15 @@ from evenload.balance.exchange_times import (
     as_measured,
     cheapest,
     describe,
-    exchange_s,
-    local_options,
+    describe_exchange,
     options_of,
     without_exchange,
 )
-from evenload.balance.wire_bytes import FORMATS
 from evenload.training.compute import randomness
 from evenload.training.parallel.outer import outer_seconds
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
+from evenload.training.session.async_run import is_asynchronous
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
@@ -47,22 +46,23 @@ class LinkAdvice(StepListener):
         if context.link is None or context.link.link is None:
             return []
         link, size, senders = context.link.link, gradient_size(self._models), context.link.num_senders
-        every = context.config.sync_every
-        times = ", ".join(f"{name} {exchange_s(name, size, link, senders):.3g} s" for name in FORMATS)
-        rare = ", ".join(
-            f"{one.setting} {one.exchange_s:.3g} s" for one in local_options(size, link, senders, Work(0.0), every)
-        )
+        options = options_of(size, link, senders, Work(0.0), context.config.sync_every)
         own = (
             ""
             if wire in ("fp32", "auto") or context.islands is not None
-            else f"; wire={wire} is not exact, and the first step reports by how much"
+            else f". wire={wire} is not exact, and the first step reports by how much"
+        )
+        later = (
+            ""
+            if is_asynchronous(context.config, context.spec)
+            else f". The backward hides a part: a run predicts whole steps after {_NUM_STEPS} of them"
         )
         return [
             f"link between {senders} {'ranks' if len(context.groups.generation.hosts) == 1 else 'machines'}: "
             f"{link.latency_s * 1e3:.3g} ms for a small sum, {link.up_bytes_per_s / 1e6:.3g} MB/s from rank 0, "
             f"{link.down_bytes_per_s / 1e6:.3g} MB/s to it, {link.both_bytes_per_s / 1e6:.3g} MB/s each way at once. The "
-            f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes {times}, of "
-            f"which the backward hides a part; not exact, and per step: {rare}{own}"
+            f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes, on average, "
+            f"{describe_exchange(options)}{later}{own}"
         ]
 
     def announce(self) -> None:

@@ -74,8 +74,7 @@ class Session(StepListener):
         self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
         if context.islands is not None:
-            find = functools.partial(live_objects, LRScheduler)
-            self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
+            self._islands = IslandSynchroniser(context, context.islands, models, loaders, live_objects)
             saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
         if asynchronous:
