@@ -6,10 +6,8 @@ from that of the others, so a scheduler that steps by it sets other rates there.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -18,20 +16,18 @@ from evenload.errors import StepError
 
 
 class LearningRates:
-    """Of optimizers that step the models, and of schedulers by a metric."""
+    """Of registered optimizers, and of schedulers by a metric."""
 
     def __init__(self, optimizers: Sequence[Optimizer], plateaus: Sequence[ReduceLROnPlateau]) -> None:
-        self._optimizers = [weakref.ref(one) for one in optimizers]
-        self._plateaus = [weakref.ref(one) for one in plateaus]
+        self._optimizers = [*optimizers, *(one.optimizer for one in plateaus if one.optimizer not in optimizers)]
+        self._plateaus = plateaus
 
     def row(self) -> tuple[float, float]:
         """Return a checksum that does not depend on the order of objects, and a rate to be shown."""
-        groups = [group for one in self._optimizers if (alive := one()) is not None for group in alive.param_groups]
+        groups = [group for one in self._optimizers for group in one.param_groups]
         rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
         # The best value so far differs long before the rate does.
-        seen: list[Any] = [
-            (float(alive.best), alive.num_bad_epochs) for one in self._plateaus if (alive := one()) is not None
-        ]
+        seen = [(float(one.best), one.num_bad_epochs) for one in self._plateaus]
         return float(sum(zlib.crc32(repr(value).encode()) for value in (*rates, *seen))), rates[0] if rates else 0.0
 
     @staticmethod

@@ -11,6 +11,7 @@ checkpoint needs synchronised weights: it is written at the end of a period, aft
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -270,9 +271,12 @@ class IslandSynchroniser(StepListener):
         def steps_models(optimizer: Optimizer) -> bool:
             return any(map(self._context.engine.covers, (p for g in optimizer.param_groups for p in g["params"])))
 
-        optimizers = [value for value in self._living(Optimizer) if steps_models(value)]
-        plateaus = [value for value in self._living(ReduceLROnPlateau) if steps_models(value.optimizer)]
-        return LearningRates(optimizers, plateaus)
+        if found := self._living(ReduceLROnPlateau):
+            gc.collect()  # one that nobody uses any more may be there on some ranks alone
+            found = self._living(ReduceLROnPlateau)
+        plateaus = [value for value in found if steps_models(value.optimizer)]
+        registered = [value for value in self._context.registry.values() if isinstance(value, Optimizer)]
+        return LearningRates(registered, plateaus)
 
     def _check_schedulers(self) -> None:
         if len(self._loaders) > 1:
