@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -92,15 +93,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("link")
     with hosts.machines(2, mbit_per_s=200) as boxes:
-        processes = []
         for box in boxes:
-            own = folder / box.name
-            own.mkdir()
-            (own / "train.py").write_text(SCRIPT)
-            command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", "train.py"]
-            processes.append(Command(command, own, os.environ, host=box, output=own / "screen"))
-        codes = [process.wait(150) for process in processes]
-    assert codes == [0, 0], [(folder / box.name / "screen").read_text() for box in boxes]
+            (folder / box.name).mkdir()
+            (folder / box.name / "train.py").write_text(SCRIPT)
+        for screen, options in (("screen", ()), ("dry", ("--dry-run",))):
+            processes = []
+            for box in boxes:
+                own = folder / box.name
+                command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", *options]
+                processes.append(Command([*command, "train.py"], own, os.environ, host=box, output=own / screen))
+            codes = [process.wait(150) for process in processes]
+            assert codes == [0, 0], [(folder / box.name / screen).read_text() for box in boxes]
     return [folder / "box1", folder / "box2"]
 
 
@@ -137,6 +140,16 @@ def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
     assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
     assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)
     assert events["fp16"]["wire"]["difference"] < 5e-4
+
+
+@pytest.mark.slow
+def test_a_dry_run_predicts_steps_from_what_an_earlier_run_computed(folders: list[Path]) -> None:
+    text = (folders[0] / "dry").read_text()
+    compute_s = next(e.fields["compute_s"] for e in read_events(folders[0] / "runs" / "fp32") if e.kind == "advice")
+    assert f"a step computed for {compute_s:.3g} s on the slowest rank" in text
+    predicted = re.search(r'wire="fp32": 4.2 MB, ([0-9.e-]+) s a step', text)
+    assert predicted and 0.15 < float(predicted[1]) < 0.6, text  # 4.2 MB at 25 MB/s
+    assert "cheapest: wire=" in text
 
 
 LATE = """
