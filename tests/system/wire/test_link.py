@@ -16,7 +16,6 @@ from tests.warm import Command
 
 SCRIPT = """
 import json, time, torch, evenload
-from functools import partial
 from torch import nn
 from torch.distributed import rpc
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,7 +63,11 @@ for name in ("fp32", "int8"):  # islands: twice in six steps
     run.close()
     found[f"local-{name}"] = (sent_when_idle() - before) / 6
 # The machines have one kernel, so RPC would copy from the memory of one process to that of the other.
-rpc.TensorPipeRpcBackendOptions = partial(rpc.TensorPipeRpcBackendOptions, _transports=["uv"], _channels=["basic"])
+class OverTheLink(rpc.TensorPipeRpcBackendOptions):
+    def __init__(self, **options):
+        super().__init__(_transports=["uv"], _channels=["basic"], **options)
+
+rpc.TensorPipeRpcBackendOptions = OverTheLink
 for name, settings in (
     ("fragments", {"strategy": "local", "sync_every": 3, "fragments": 3}),  # each in one of three steps
     ("async", {"strategy": "async"}),  # a machine has the server, the other one the worker
