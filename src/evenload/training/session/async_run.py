@@ -69,11 +69,11 @@ def describe(config: Config, spec: WorkerSpec) -> str:
             "strategy async needs a server and at least one worker, and this is one process: it trains synchronously. Start it "
             "with evenload run --strategy async"
         )
-    text = (
-        f"strategy async: rank 0 holds the parameters, {spec.world_size - 1} workers compute whole global batches; no gradient "
-        f"is applied that is more than {config.staleness} updates behind. The result depends on the order of arrivals"
-    )
-    if (idle := spec.world_size - 1 - (config.staleness + 1)) > 0:
+    count = spec.world_size - 1
+    workers = "1 worker computes" if count == 1 else f"{count} workers compute"
+    text = f"strategy async: rank 0 holds the parameters, {workers} whole global batches; no gradient is applied that is more "
+        f"than {config.staleness} updates behind. The result depends on the order of arrivals"
+    if (idle := count - (config.staleness + 1)) > 0:
         text += (
             f". {idle} of the workers wait at any time: with staleness={config.staleness}, {config.staleness + 1} parts may be "
             "computed at once; set staleness to the number of workers or more"
