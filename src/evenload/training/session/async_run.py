@@ -71,8 +71,10 @@ def describe(config: Config, spec: WorkerSpec) -> str:
         )
     count = spec.world_size - 1
     workers = "1 worker computes" if count == 1 else f"{count} workers compute"
-    text = f"strategy async: rank 0 holds the parameters, {workers} whole global batches; no gradient is applied that is more "
-        f"than {config.staleness} updates behind. The result depends on the order of arrivals"
+    text = (
+        f"strategy async: rank 0 holds the parameters, {workers} whole global batches; no gradient is applied that is more than "
+        f"{config.staleness} updates behind. The result depends on the order of arrivals"
+    )
     if (idle := count - (config.staleness + 1)) > 0:
         text += (
             f". {idle} of the workers wait at any time: with staleness={config.staleness}, {config.staleness + 1} parts may be "
