@@ -167,7 +167,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "StepLR is not registered, and would follow the steps",
     ),
     "two loaders": ({"local_steps": "auto"}, "divides the steps of one loader; this script prepared several"),
-    "batches of a sampler": ({"local_steps": "auto"}, "needs a DataLoader with a batch_size"),
     "a stream": ({"local_steps": "auto"}, "local_steps='auto' with an iterable dataset"),
     "an island without samples": ({"balance": (6, 6, 0)}, "balance 6,6,0 leaves an island without samples"),
     "a frozen parameter that changes": ({}, "0.weight was frozen then, and was changed or unfrozen later"),
@@ -189,8 +188,6 @@ def refused(folder: str) -> dict[str, str]:
         model = nn.Sequential(nn.Linear(5, 3)).double()
         model[0].weight.requires_grad_(name != "a frozen parameter that changes")
         points = DataLoader(Points(), batch_size=BATCH)
-        if name == "batches of a sampler":
-            points = DataLoader(Points(), batch_sampler=[[*range(low, low + BATCH)] for low in (0, 12, 24, 36)])
         if name == "a stream":
             points = DataLoader(Stream(), batch_size=BATCH)
         try:

@@ -65,7 +65,7 @@ for name in ("fp32", "int8"):  # islands: twice in six steps
 # The machines have one kernel, so RPC would copy from the memory of one process to that of the other.
 class OverTheLink(rpc.TensorPipeRpcBackendOptions):
     def __init__(self, **options):
-        super().__init__(_transports=["uv"], _channels=["basic"], **options)
+        super().__init__(**options | {"_transports": ["uv"], "_channels": ["basic"]})
 
 rpc.TensorPipeRpcBackendOptions = OverTheLink
 for name, settings in (
