@@ -2,7 +2,9 @@
 
 One CPU rank on each machine, both on the cores of this one. The formats, and islands that synchronise once in 20 steps, take
 turns in blocks of steps, each block a session of the same processes, so that other load meets all of them. The prediction is that
-of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation.
+of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation. The
+times are medians: of steps, and of three synchronisations in each session of islands. One alone may take 0.2 s longer where the
+kernel's congestion control looks for the shortest round trip (BBR does once in 10 s).
 
 `--only 100` takes the links of a rate, `--only 100/40` the one with this round trip (in ms): one round, or three of the fastest
 links, a minute for each.
@@ -42,7 +44,7 @@ seconds = {name: [] for name in formats}
 for block in range(rounds):
     for name in formats[:: -1 if block % 2 else 1]:
         torch.manual_seed(0)
-        num_steps = 44 if name == "local" else steps
+        num_steps = 84 if name == "local" else steps
         data = TensorDataset(torch.randn(16 * num_steps, width), torch.randn(16 * num_steps, width))
         setting = {"strategy": "local", "sync_every": 20} if name == "local" else {"wire": name}
         run = evenload.init(project_dir=f"runs/{name}-{block}", check_every="off", balance="even", **setting)
@@ -52,18 +54,16 @@ for block in range(rounds):
             DataLoader(data, batch_size=16),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        times = []
+        times, ends_s = [], []
         for step in loader:
             began_s = time.perf_counter()
             step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - began_s)
-            if step.index == 22:  # the first synchronisation of islands connects and takes memory
-                since_s = time.perf_counter()
-            elif step.index == 42:
-                until_s = time.perf_counter()
-        seconds[name] += [(until_s - since_s) / 20] if name == "local" else times[2:]
+            if step.index % 20 == 2 and step.index > 20:  # the first synchronisation of islands connects and takes memory
+                ends_s.append(time.perf_counter())
+        seconds[name] += [(b - a) / 20 for a, b in zip(ends_s, ends_s[1:])] if name == "local" else times[2:]
         run.close()
 if run.rank == 0:
     json.dump({name: statistics.median(values) for name, values in seconds.items()}, open("seconds.json", "w"))

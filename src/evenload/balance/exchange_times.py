@@ -132,15 +132,21 @@ def as_measured(
 ) -> list[Option]:
     """Return the options with what the steps of the present format took beyond (or below) its prediction.
 
-    As far as sums keep processors busy, threads waited for each other, as with any format; else the link was slower or faster.
+    Up to a round trip of the link it is the same with any format: the rows that ranks exchange in each step wait behind the
+    gradients in the link's queue. As far as sums keep processors busy, threads waited for each other, as with any format; else
+    the link was slower or faster.
     """
     known = {f'wire="{name}"': _overlap(name, size, link, num_machines, work) for name in FORMATS}
     present = next(one for one in options if one.setting == f'wire="{wire}"')
     added_s = present.step_s - work.compute_s
     rest_s = min(added_s, max(-_MOST_FASTER * added_s, took_s - present.step_s))
     busy, sum_s = known[present.setting].busy if rest_s > 0 else 0.0, known[present.setting].sum_s
+    rows_s = max(0.0, min(rest_s, link.latency_s / 2))
+    rest_s -= rows_s
     return [
-        replace(one, step_s=one.step_s + rest_s * (busy + (1 - busy) * min(1.0, known[one.setting].sum_s / sum_s)))
+        replace(
+            one, step_s=one.step_s + rows_s + rest_s * (busy + (1 - busy) * min(1.0, known[one.setting].sum_s / sum_s))
+        )
         if one.setting in known and sum_s
         else one
         for one in options
@@ -271,3 +277,10 @@ def describe(options: Sequence[Option]) -> list[str]:
     best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
     named = f"cheapest: {exact.setting} with the exact result ({exact.step_s:.3g} s)"
     return [*lines, named + (f", {best.setting} at all ({best.step_s:.3g} s)" if best is not exact else "")]
+
+
+def describe_exchange(options: Sequence[Option]) -> str:
+    """Return what an exchange takes with options of no computation, which nothing hides, and which is the cheapest."""
+    best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
+    times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)
+    return f"{times}. Cheapest with the exact result: {exact.setting}; cheapest at all: {best.setting}"

@@ -86,6 +86,8 @@ class HostMeasurement:
     """The other clock minus ours."""
     sent_bytes_per_s: float | None = None
     received_bytes_per_s: float | None = None
+    both_bytes_per_s: float | None = None
+    """Each way, while bytes travel both ways at once."""
     stalled: str = ""
     """The bulk that did not arrive, and its direction."""
     outward_failure: ConnectFailure | None = None
@@ -195,6 +197,10 @@ async def _answer_requests(connection: Connection) -> None:
                 connection.send("sunk", num_bytes=count)
             case "source":
                 await connection.send_bytes(num_bytes, _ANSWER_S)
+            case "exchange":
+                connection.send("ready")
+                count = (await _send_and_receive(connection, num_bytes))[1]
+                connection.send("exchanged", num_bytes=count)
             case "probe":
                 # Only the doctor's own address, so that nobody can send us to a third machine.
                 target = ProbeTarget(connection.peer.host, int(message["port"]), str(message["token"]))
@@ -261,7 +267,7 @@ async def _probe_both_ways(connection: Connection, welcome: Message) -> dict[str
 
 
 async def _measure_bandwidth(connection: Connection) -> dict[str, Any]:
-    """Measure both ways; a small trial determines how much to send."""
+    """Measure each way, and both at once; a small trial determines how much to send."""
     found: dict[str, Any] = {}
     for key, way, transfer in (
         ("sent_bytes_per_s", "from here to there", _send_bulk),
@@ -281,6 +287,9 @@ async def _measure_bandwidth(connection: Connection) -> dict[str, Any]:
                 return found
             speed = num_bytes / seconds
         found[key] = speed
+    num_bytes = int(min(_MAX_BYTES // 4, max(_TRIAL_BYTES, min(found.values()) * _TRANSFER_S)))
+    if (seconds := await _exchange_bulk(connection, num_bytes)) is not None:
+        found["both_bytes_per_s"] = num_bytes / seconds
     return found
 
 
@@ -304,6 +313,27 @@ async def _receive_bulk(connection: Connection, num_bytes: int) -> float | None:
     if await connection.receive_bytes(num_bytes, _ANSWER_S) < num_bytes:
         return None
     return max(1e-6, time.monotonic() - began_s)
+
+
+async def _exchange_bulk(connection: Connection, num_bytes: int) -> float | None:
+    connection.send("exchange", num_bytes=num_bytes)
+    ready = await _receive(connection)
+    if ready is None or ready["kind"] != "ready":
+        return None  # an earlier version, which does not answer
+    began_s = time.monotonic()
+    if min(await _send_and_receive(connection, num_bytes)) < num_bytes:
+        return None
+    answer = await _receive(connection, _ANSWER_S + 1.0)
+    if answer is None or answer["kind"] != "exchanged" or int(answer["num_bytes"]) < num_bytes:
+        return None
+    return max(1e-6, time.monotonic() - began_s)
+
+
+async def _send_and_receive(connection: Connection, num_bytes: int) -> tuple[int, int]:
+    """Return how many bytes left and came."""
+    return await asyncio.gather(
+        connection.send_bytes(num_bytes, _ANSWER_S), connection.receive_bytes(num_bytes, _ANSWER_S)
+    )
 
 
 async def _receive(connection: Connection, limit_s: float = _ANSWER_S) -> Message | None:

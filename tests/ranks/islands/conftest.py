@@ -19,6 +19,9 @@ def everything(folder: str) -> dict[str, Any]:
         test_state.moved_errors,
         test_state.shown,
         test_state.every_step,
+        test_state.plateau,
+        test_state.met_inside,
+        test_state.refused,
         test_state.short_last_batch,
         test_times.early,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import evenload
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, EvenloadError, StepError
+from evenload.training.comm.control import Operation
 from tests.ranks.islands.simulation import BATCH, Case, Points, build, loss_of, simulate
 from tests.ranks.islands.test_references import difference
 
@@ -118,6 +121,98 @@ def every_step(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def plateau(folder: str) -> list[str]:
+    """A scheduler that steps by the loss of an island, and by one value for all; the errors."""
+    found = []
+    for name, is_shared in (("own", False), ("shared", True)):
+        model = build()
+        run, loader, optimizer = start(f"{folder}/{name}", model, {**SETTINGS, "islands": "0,1/2"})
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        try:
+            for step in itertools.chain(loader, loader):
+                loss = float(step.backward(lambda batch: loss_of(model, batch)))  # noqa: B023
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(float(run.reduce(loss)) if is_shared else loss)
+            found.append(f"{step.index + 1} steps")
+        except StepError as error:
+            found.append(str(error))
+        finally:
+            run.close()
+    return found
+
+
+def met_inside(folder: str) -> list[str]:
+    """Calls of all ranks where islands are at different steps: what each body finds, and the script after the loop."""
+    found = []
+    model = build()
+    run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": "0,1/2", "local_steps": "auto"})
+    for step in loader:
+        step.backward(lambda batch: loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            run._context.control.check_open(Operation.ANY)  # run.any would wait for the others where it is no error
+            found.append(str(run.any(False)))
+        except StepError as error:
+            found.append(str(error))
+    found.append(str(run.any(False)))
+    run.close()
+    return found
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a scheduler that is not registered": (
+        {"local_steps": "auto"},
+        "StepLR is not registered, and would follow the steps",
+    ),
+    "two loaders": ({"local_steps": "auto"}, "divides the steps of one loader; this script prepared several"),
+    "a stream": ({"local_steps": "auto"}, "local_steps='auto' with an iterable dataset"),
+    "an island without samples": ({"balance": (6, 6, 0)}, "balance 6,6,0 leaves an island without samples"),
+    "a frozen parameter that changes": ({}, "0.weight was frozen then, and was changed or unfrozen later"),
+    "weights that are not finite": ({}, "the weights of an island were NaN or infinite at a synchronisation"),
+}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Points())
+
+
+def refused(folder: str) -> dict[str, str]:
+    """The error of each case; all ranks raise it."""
+    found = {}
+    for number, (name, (settings, _)) in enumerate(REFUSED.items()):
+        base = {"strategy": "local", "sync_every": 2, "islands": "0,1/2", "balance": (6, 3, 3)}
+        run = evenload.init(project_dir=f"{folder}/{number}", **{**base, **settings})
+        model = nn.Sequential(nn.Linear(5, 3)).double()
+        model[0].weight.requires_grad_(name != "a frozen parameter that changes")
+        points = DataLoader(Points(), batch_size=BATCH)
+        if name == "a stream":
+            points = DataLoader(Stream(), batch_size=BATCH)
+        try:
+            model, loader = run.prepare(model, points)
+            if name == "two loaders":
+                run.prepare(DataLoader(Points(), batch_size=BATCH))
+            rate = 1e300 if name == "weights that are not finite" else 0.1
+            optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=rate)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            run.resume(model=model, optimizer=optimizer)
+            for step in loader:
+                step.backward(lambda batch: loss_of(model, batch)[0] * rate)  # noqa: B023
+                optimizer.step()
+                optimizer.zero_grad()
+                if name == "a frozen parameter that changes":
+                    model[0].weight.data.mul_(2.0)
+                    model[0].weight.requires_grad_()
+            del scheduler
+        except EvenloadError as error:
+            found[name] = str(error)
+        with contextlib.suppress(EvenloadError):
+            run.close()
+    return found
+
+
 def short_last_batch(folder: str) -> str:
     run = evenload.init(project_dir=folder, strategy="local", islands="0/1/2")
     run.prepare(nn.Linear(5, 3).double(), DataLoader(Points(), batch_size=len(Points()) - 3))
@@ -187,6 +282,26 @@ def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: l
     assert all("a step of 2 samples cannot be divided over 3 islands" in seen["short_last_batch"] for seen in ranks)
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_islands_cannot_do_is_named(name: str, ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert REFUSED[name][1] in seen["refused"][name]
+
+
+def test_islands_at_different_steps_do_not_meet(ranks: list[dict[str, Any]]) -> None:
+    """In the first step of a round all are together, and after the loop."""
+    for seen, num_batches in zip(ranks, (6, 6, 2), strict=True):
+        texts = ["error" if "calls run.any inside a loop" in text else text for text in seen["met_inside"]]
+        assert texts == ["False", *["error"] * (num_batches - 1), "False"]
+
+
+def test_a_schedule_by_the_loss_of_an_island_is_named(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        own, shared = seen["plateau"]
+        assert "the islands' schedules have parted (learning rates 0.1, 0.1)" in own  # before the rates differ
+        assert shared == "8 steps"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -194,6 +309,7 @@ def test_a_last_batch_shorter_than_the_islands_is_named_before_training(ranks: l
         ({"islands": "0"}, "no effect with strategy ddp"),
         ({"strategy": "local", "fragments": 3, "sync_every": 2}, "each fragment needs a step"),
         ({"strategy": "local", "sync_delay": 11, "fragments": 2}, "at most 10 steps after it was sent"),
+        ({"strategy": "local", "sync_every": 1, "local_steps": "auto"}, "has no effect with sync_every=1"),
         ({"strategy": "local", "wire": "auto"}, "chooses by the noise of gradients"),
         ({"strategy": "async", "wire": "int8"}, "no effect with strategy='async'"),
         ({"strategy": "local", "batch_max": 64}, "batch_max with strategy='local'"),

@@ -52,6 +52,16 @@ def test_a_correct_script_is_equal_in_float64(tmp_path, name):
         assert comparison["loss_split"] == pytest.approx(comparison["loss_one_process"], rel=1e-13)
 
 
+def test_what_a_setting_makes_inexact_stands_beside_the_comparison(tmp_path):
+    report = verify(tmp_path, "plain", wire="int8")
+    (call,) = report["calls"]
+    (note,) = [note for note in call["notes"] if "wire=int8" in note]
+    difference = float(note.split(" exact one by ")[1].split()[0])
+    assert report["equal"] and 1e-3 < difference < 5e-2
+    report = verify(tmp_path, "plain", strategy="local", islands="0/1")
+    assert report["equal"] and any("compared as one island" in note for note in report["calls"][0]["notes"])
+
+
 @pytest.mark.parametrize("name", ["batch_norm", "token_weights"])
 def test_several_micro_batches_and_three_ranks(tmp_path, name):
     report = verify(tmp_path, name, num_ranks=3, micro_batch=3)

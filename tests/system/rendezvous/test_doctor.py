@@ -144,6 +144,7 @@ def test_all_is_well(looks):
 def test_a_slow_link_and_what_differs(looks):
     _, (code, found), _ = looks["fit"]
     speeds = [float(part.split()[0]) for part in found["bandwidth"]["found"].split(";")[0].split(", ")]
+    assert "each way at once" in found["bandwidth"]["found"]
     assert found["bandwidth"]["status"] == "warn" and all(50 < speed < 130 for speed in speeds), found["bandwidth"]
     assert found["MTU"]["status"] == "warn" and found["MTU"]["mend"].startswith("sudo ip link set dev eth0 mtu 1400")
     assert found["same code"]["status"] == "fail" and found["same code"]["mend"].startswith("scp train.py box1:")

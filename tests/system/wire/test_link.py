@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.warm import Command
 SCRIPT = """
 import json, time, torch, evenload
 from torch import nn
+from torch.distributed import rpc
 from torch.utils.data import DataLoader, TensorDataset
 
 def sent():
@@ -60,6 +62,29 @@ for name in ("fp32", "int8"):  # islands: twice in six steps
         optimizer.step(); optimizer.zero_grad()
     run.close()
     found[f"local-{name}"] = (sent_when_idle() - before) / 6
+# The machines have one kernel, so RPC would copy from the memory of one process to that of the other.
+class OverTheLink(rpc.TensorPipeRpcBackendOptions):
+    def __init__(self, **options):
+        super().__init__(**options | {"_transports": ["uv"], "_channels": ["basic"]})
+
+rpc.TensorPipeRpcBackendOptions = OverTheLink
+for name, settings in (
+    ("fragments", {"strategy": "local", "sync_every": 3, "fragments": 3}),  # each in one of three steps
+    ("async", {"strategy": "async"}),  # a machine has the server, the other one the worker
+):
+    torch.manual_seed(0)
+    run = evenload.init(project_dir=f"runs/{name}", **settings)
+    loader = DataLoader(TensorDataset(torch.randn(96, 512), torch.randn(96, 512)), batch_size=8)
+    model, loader = run.prepare(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    for step in loader:
+        if step.index % 3 == 0:
+            counts.append(sent_when_idle())
+        step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        optimizer.step(); optimizer.zero_grad()
+    run.close()
+    found[name] = (counts[3] - counts[2]) / 3 if name == "fragments" else (sent_when_idle() - counts[2]) / 6
 json.dump(found, open("bytes.json", "w"))
 """
 SIZE = GradientSize(512 * 1024 * 2 + 1024 + 512, 4, ((1024, 512), (512, 1024)))
@@ -71,15 +96,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("link")
     with hosts.machines(2, mbit_per_s=200) as boxes:
-        processes = []
         for box in boxes:
-            own = folder / box.name
-            own.mkdir()
-            (own / "train.py").write_text(SCRIPT)
-            command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", "train.py"]
-            processes.append(Command(command, own, os.environ, host=box, output=own / "screen"))
-        codes = [process.wait(150) for process in processes]
-    assert codes == [0, 0], [(folder / box.name / "screen").read_text() for box in boxes]
+            (folder / box.name).mkdir()
+            (folder / box.name / "train.py").write_text(SCRIPT)
+        for screen, options in (("screen", ()), ("dry", ("--dry-run",))):
+            processes = []
+            for box in boxes:
+                own = folder / box.name
+                command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", *options]
+                processes.append(Command([*command, "train.py"], own, os.environ, host=box, output=own / screen))
+            codes = [process.wait(150) for process in processes]
+            assert codes == [0, 0], [(folder / box.name / screen).read_text() for box in boxes]
     return [folder / "box1", folder / "box2"]
 
 
@@ -94,6 +121,9 @@ def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> No
         for name in ("fp32", "int8"):
             expected = sent_bytes(name, SIZE, 2) / 3
             assert abs(counted[f"local-{name}"] - expected) < 0.05 * expected + 10e3, (name, counted)
+        # Of async, each machine sends 4 bytes a parameter and part: the server parameters, the worker gradients.
+        for name, expected in (("fragments", sent_bytes("fp32", SIZE, 2) / 3), ("async", 4.0 * SIZE.num_values)):
+            assert abs(counted[name] - expected) < 0.05 * expected + 10e3, (name, counted)
 
 
 @pytest.mark.slow
@@ -108,9 +138,21 @@ def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
         settings = [option["setting"] for option in found["advice"]["options"]]
         assert 'strategy="local", sync_every=20, fragments=4' in settings and settings[-1] == 'strategy="async"'
         assert ("wire" in found) == (name != "fp32")
+    said = next(e.message for e in read_events(folders[0] / "runs" / "int8") if e.kind == "link")
+    assert "Cheapest with the exact result: wire=" in said and "wire=int8 is not exact" in said
     assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
     assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)
     assert events["fp16"]["wire"]["difference"] < 5e-4
+
+
+@pytest.mark.slow
+def test_a_dry_run_predicts_steps_from_what_an_earlier_run_computed(folders: list[Path]) -> None:
+    text = (folders[0] / "dry").read_text()
+    compute_s = next(e.fields["compute_s"] for e in read_events(folders[0] / "runs" / "fp32") if e.kind == "advice")
+    assert f"a step computed for {compute_s:.3g} s on the slowest rank" in text
+    predicted = re.search(r'wire="fp32": 4.2 MB, ([0-9.e-]+) s a step', text)
+    assert predicted and 0.15 < float(predicted[1]) < 0.6, text  # 4.2 MB at 25 MB/s
+    assert "cheapest: wire=" in text
 
 
 LATE = """

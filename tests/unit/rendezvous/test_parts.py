@@ -438,6 +438,8 @@ FOLDER = DataSummary("/d", "folder", 3, 10_000_000, "x", "ext4 /dev/sda1")
         ("bandwidth", {"received_bytes_per_s": 1.25e6}, "warn", "10 Mbit/s back; the gradients of ten million parameters"),
         ("exchange", {"sent_bytes_per_s": 1.25e6}, "ok", 'exact result: wire="fp32"; cheapest at all: wire="powersgd"'),
         ("bandwidth", {"sent_bytes_per_s": 1.25e9, "received_bytes_per_s": 1.25e9}, "ok", "10.00 Gbit/s there"),
+        ("bandwidth", {"both_bytes_per_s": 70e6}, "ok", "936 Mbit/s back, 560 Mbit/s each way at once"),
+        ("exchange", {"both_bytes_per_s": 40e6}, "ok", 'average): wire="fp32" 1 s'),
         ("code", {"local_script": "", "local_digest": ""}, "skip", "--script train.py"),
         ("code", {"local_digest": ""}, "fail", "can't be read here"),
         ("code", {"remote_script": "", "remote_digest": ""}, "skip", "doctor --serve --script train.py"),

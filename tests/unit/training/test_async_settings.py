@@ -16,3 +16,10 @@ def test_a_bound_that_leaves_workers_without_work_is_named(staleness: int, idle:
     spec: Any = SimpleNamespace(world_size=4, has_server=True)
     text = describe(Config(strategy="async", staleness=staleness), spec)
     assert ("wait at any time" in text) == bool(idle) and idle in text
+
+
+def test_one_worker_is_one() -> None:
+    spec: Any = SimpleNamespace(world_size=2, has_server=False)
+    text = describe(Config(strategy="async"), spec)
+    assert "1 worker computes whole global batches; no gradient is applied that is more than 4 updates behind" in text
+    assert "The device of rank 0 is idle" in text

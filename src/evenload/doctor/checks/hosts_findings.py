@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenload.balance.exchange_times import Link, Work, cheapest, options_of
+from evenload.balance.exchange_times import Link, Work, describe_exchange, options_of
 from evenload.balance.wire_bytes import GradientSize
 from evenload.doctor.finding import Finding
 from evenload.rendezvous.address import CONTAINER_BRIDGES, Address, Route
@@ -261,9 +261,12 @@ def bandwidth(facts: HostFacts) -> Finding:
     if measurement.sent_bytes_per_s is None or measurement.received_bytes_per_s is None:
         return Finding("bandwidth", "skip", "not measured, see MTU")
     slower = min(measurement.sent_bytes_per_s, measurement.received_bytes_per_s)
+    both, at_once = measurement.both_bytes_per_s, ""
+    if both is not None:
+        at_once = f", {_megabits(both)} each way at once"
     found = (
-        f"{_megabits(measurement.sent_bytes_per_s)} there, {_megabits(measurement.received_bytes_per_s)} back; the gradients of "
-        f"ten million parameters (40 MB in float32) take {40e6 / slower:.2g} s a step between two machines"
+        f"{_megabits(measurement.sent_bytes_per_s)} there, {_megabits(measurement.received_bytes_per_s)} back{at_once}; the "
+        f"gradients of ten million parameters (40 MB in float32) take {40e6 / (both or slower):.2g} s a step between two machines"
     )
     expected = "500 Mbit/s or more, each way"
     if slower < SLOW_BYTES_PER_S:
@@ -279,15 +282,10 @@ def exchange(facts: HostFacts) -> Finding:
     if measured is None or measured.sent_bytes_per_s is None or measured.received_bytes_per_s is None:
         return Finding("exchange", "skip", facts.missing if measured is None else "not measured, see MTU")
     up, down = measured.sent_bytes_per_s, measured.received_bytes_per_s
-    # Sums travel in both directions at once, which is measured when a run begins.
-    link = Link(2 * measured.round_trip_s, up, down, min(up, down))
+    # Sums travel in both directions at once; an earlier version there does not measure that.
+    link = Link(2 * measured.round_trip_s, up, down, measured.both_bytes_per_s or min(up, down))
     options = options_of(_TEN_MILLION, link, 2, Work(0.0))
-    best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
-    times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)
-    found = (
-        f"a step with ten million parameters exchanges (on average): {times}. Cheapest with the exact result: "
-        f"{exact.setting}; cheapest at all: {best.setting}"
-    )
+    found = f"a step with ten million parameters exchanges (on average): {describe_exchange(options)}"
     expected = "less than a step computes; evenload run predicts whole steps after a few of them (docs/wire.md)"
     return Finding("exchange", "ok", found, expected)
 

@@ -11,18 +11,22 @@ checkpoint needs synchronised weights: it is written at the end of a period, aft
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evenload.balance.wire_bytes import sent_bytes
 from evenload.errors import ConfigError
 from evenload.job import stop_requested
 from evenload.training.comm.control import Operation
 from evenload.training.comm.islands import IslandLink, IslandMap
+from evenload.training.islands.learning_rates import LearningRates
+from evenload.training.islands.opening_line import describe
 from evenload.training.islands.planner import IslandPlanner
 from evenload.training.islands.reports import IslandReports
 from evenload.training.islands.schedulers import FollowedScheduler, follow_all
@@ -45,14 +49,14 @@ class IslandSynchroniser(StepListener):
         islands: IslandMap,
         models: list[nn.Module],
         loaders: list[StepLoader],
-        schedulers: Listing,
+        living: Listing,
     ) -> None:
-        """`schedulers` returns all living ones, `besides` some."""
+        """`living` returns all living objects of some classes, `besides` some."""
         config = context.config
         self._context = context
         self._islands = islands
         self._models, self._loaders = models, loaders
-        self._living_schedulers = schedulers
+        self._living = living
         self._every, self._num_fragments = config.sync_every, config.fragments
         has_wire = config.wire != "fp32"
         self._link = IslandLink(context.groups, context.step_groups, islands, has_wire=has_wire)
@@ -77,13 +81,18 @@ class IslandSynchroniser(StepListener):
         self._sync_s = self._spent_s = 0.0
         self._loss_sum = self._loss_units = 0.0
         self._followed: list[FollowedScheduler] = []
+        self._rates: LearningRates | None = None
+        """Where all islands take the same steps, and so have the same rates at each."""
         self._ends: tuple[int, int] | None = (1, 1)
+        self._began_inside = False
+        """The running body is not that of the first step of a round."""
         self._reported = False
         self._asks = False
         """`run.checkpoint` was called between two synchronisations."""
         self.owes_checkpoint = False
         """The same on any rank, and they are synchronised now."""
         context.loop.defers_stop = True
+        context.control.is_between_meetings = lambda: context.loop.step is not None and self._began_inside
 
     # -- what others need to know ---------------------------------------------------------------------------------------
 
@@ -134,6 +143,7 @@ class IslandSynchroniser(StepListener):
         elif step.index > 0:
             self._outer.hide()  # a loop over run.batches that was left may not have ended
             self.catch_up()
+        self._began_inside = self._is_inside
         if not self._is_inside:
             for scheduler in self._followed:
                 scheduler.begin()
@@ -252,7 +262,21 @@ class IslandSynchroniser(StepListener):
         is_timed = isinstance(planner, IslandPlanner) and planner.adapts_parts
         self._report_next(done, self._times.gap + LEAD if is_timed else 0)
         self._followed = follow_all(context.registry.values()) if by_speed else []
-        context.recorder.event("islands", self._describe(), islands=[list(ranks) for ranks in self._islands.ranks])
+        if not by_speed and len(self._islands) > 1:
+            self._rates = self._find_rates()
+        text = describe(config, self._islands, context.registry.values())
+        context.recorder.event("islands", text, islands=[list(ranks) for ranks in self._islands.ranks])
+
+    def _find_rates(self) -> LearningRates:
+        def steps_models(optimizer: Optimizer) -> bool:
+            return any(map(self._context.engine.covers, (p for g in optimizer.param_groups for p in g["params"])))
+
+        if found := self._living(ReduceLROnPlateau):
+            gc.collect()  # one that nobody uses any more may be there on some ranks alone
+            found = self._living(ReduceLROnPlateau)
+        plateaus = [value for value in found if steps_models(value.optimizer)]
+        registered = [value for value in self._context.registry.values() if isinstance(value, Optimizer)]
+        return LearningRates(registered, plateaus)
 
     def _check_schedulers(self) -> None:
         if len(self._loaders) > 1:
@@ -260,7 +284,7 @@ class IslandSynchroniser(StepListener):
         covers = self._context.engine.covers
         missing = [
             type(value).__name__
-            for value in self._living_schedulers(besides=self._context.registry.values())
+            for value in self._living(LRScheduler, besides=self._context.registry.values())
             if any(covers(p) for group in value.optimizer.param_groups for p in group["params"])
         ]
         if missing:
@@ -268,33 +292,6 @@ class IslandSynchroniser(StepListener):
                 f"local_steps='auto': {', '.join(missing)} is not registered, and would follow the steps of one island; pass it "
                 "to run.resume, so that it is set to the global step at each synchronisation"
             )
-
-    def _describe(self) -> str:
-        config, count = self._context.config, len(self._islands)
-        average = config.outer_lr == 1 and not config.outer_momentum
-        how = (
-            "their average"
-            if average
-            else f"an outer step (lr {config.outer_lr:g}, momentum {config.outer_momentum:g})"
-        )
-        named = f"{count} island{'s' if count > 1 else ''} (ranks {self._islands})"
-        text = f"{named}, synchronised every {self._every} steps by {how}"
-        if self._streams:
-            delay = self._delay or self._every / self._num_fragments
-            what = f"in {self._num_fragments} fragments, each" if self._num_fragments > 1 else "and their sum"
-            text += f", {what} used {delay:g} steps after it was sent"
-        if config.wire != "fp32":
-            text += f", sent as {config.wire}" if count > 1 else f"; wire={config.wire} has no effect: nothing is sent"
-        if count > 1:
-            text += (
-                ". The loss shown is that of island 0's part of each batch; evaluation, exports and checkpoints have the weights "
-                "of the newest synchronisation"
-            )
-            if any(isinstance(value, AveragedModel) for value in self._context.registry.values()):
-                text += ". AveragedModel follows the own weights of each island, and a checkpoint holds island 0's"
-        elif average:
-            text += ": nothing is exchanged, and training is that of ddp. Other islands: --nodes, or --islands 0/1"
-        return text
 
     def _units(self) -> float:
         engine = self._context.engine
@@ -327,10 +324,11 @@ class IslandSynchroniser(StepListener):
             self._seconds = []
             if isinstance(planner, IslandPlanner) and planner.by_speed:
                 own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
-            row = [self._context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0]
+            rates = (0.0, 0.0) if self._rates is None else self._rates.row()
+            row = [self._context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0, *rates]
             if self._report_at % self._every == 0:
                 stops = stop_requested() and self._context.spec.mode == "train"
-                row[1:] = float(stops), float(self._asks), self._loss_sum, self._loss_units
+                row[1:5] = float(stops), float(self._asks), self._loss_sum, self._loss_units
                 self._asks, self._loss_sum, self._loss_units = False, 0.0, 0.0
             reports.send_row([*row, *own_s])
         if reports.num_begun == 1 < self._num_due(done):
@@ -352,6 +350,7 @@ class IslandSynchroniser(StepListener):
         if any(shares):
             self._divide(shares)
         self._report_next(due, gap)
+        LearningRates.check([row[5:7] for row in reports.rows], self._islands.leaders)
         if due % self._every:
             return
         context.engine.elapsed_s = reports.rows[0][0]

@@ -150,8 +150,9 @@ class StallMonitor:
         places = [f"\n  rank {n} ({device_of(name)}){self._where(name)}" for n, name in enumerate(members)]
         return (
             f"all ranks have waited for one another for {seconds:.0f} s, and nothing was sent or received:{''.join(places)}\n"
-            "either they call different things, such as a run.reduce on one rank and a collective of torch on another, or the "
-            "network between two of them drops packets. If they need longer, set init(timeout_s=...)"
+            "either they call different things, such as a run.reduce on one rank and a collective of torch on another, or one "
+            "left its loop by a value of its own, such as the loss of its island (use `if run.any(flag): break`), or "
+            "the network between two of them drops packets. If they need longer, set init(timeout_s=...)"
         )
 
     def _where(self, name: str) -> str:

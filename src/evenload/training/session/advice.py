@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torch import nn
 
@@ -14,16 +14,16 @@ from evenload.balance.exchange_times import (
     as_measured,
     cheapest,
     describe,
-    exchange_s,
-    local_options,
+    describe_exchange,
     options_of,
     without_exchange,
 )
-from evenload.balance.wire_bytes import FORMATS
+from evenload.records.reader import read_events
 from evenload.training.compute import randomness
 from evenload.training.parallel.outer import outer_seconds
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
+from evenload.training.session.async_run import is_asynchronous
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
@@ -47,23 +47,50 @@ class LinkAdvice(StepListener):
         if context.link is None or context.link.link is None:
             return []
         link, size, senders = context.link.link, gradient_size(self._models), context.link.num_senders
-        every = context.config.sync_every
-        times = ", ".join(f"{name} {exchange_s(name, size, link, senders):.3g} s" for name in FORMATS)
-        rare = ", ".join(
-            f"{one.setting} {one.exchange_s:.3g} s" for one in local_options(size, link, senders, Work(0.0), every)
-        )
+        options = options_of(size, link, senders, Work(0.0), context.config.sync_every)
         own = (
             ""
             if wire in ("fp32", "auto") or context.islands is not None
-            else f"; wire={wire} is not exact, and the first step reports by how much"
+            else f". wire={wire} is not exact, and the first step reports by how much"
+        )
+        later = (
+            ""
+            if is_asynchronous(context.config, context.spec)
+            else f". The backward hides a part: a run predicts whole steps after {_NUM_STEPS} of them"
         )
         return [
             f"link between {senders} {'ranks' if len(context.groups.generation.hosts) == 1 else 'machines'}: "
             f"{link.latency_s * 1e3:.3g} ms for a small sum, {link.up_bytes_per_s / 1e6:.3g} MB/s from rank 0, "
             f"{link.down_bytes_per_s / 1e6:.3g} MB/s to it, {link.both_bytes_per_s / 1e6:.3g} MB/s each way at once. The "
-            f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes {times}, of "
-            f"which the backward hides a part; not exact, and per step: {rare}{own}"
+            f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes, on average, "
+            f"{describe_exchange(options)}{later}{own}"
         ]
+
+    def for_a_dry_run(self) -> list[str]:
+        """Return the opening lines, and predicted steps if an earlier run in this folder has measured what they compute."""
+        context = self._context
+        found = [event for event in read_events(context.folder) if event.kind == "advice"]
+        if not found or context.link is None or (link := context.link.link) is None:
+            return self.opening()
+        size, compute_s = gradient_size(self._models), float(found[-1].fields["compute_s"])
+        options = options_of(size, link, context.link.num_senders, self._work(compute_s), context.config.sync_every)
+        return [
+            *self.opening(),
+            f"in the last run in this folder a step computed for {compute_s:.3g} s on the slowest rank. Predicted on this link:",
+            *(f"  {line}" for line in describe(options)),
+        ]
+
+    def _work(self, compute_s: float) -> Work:
+        """Return the work of a step with what the formats and islands compute, which is timed now."""
+        device, size = self._context.device, gradient_size(self._models)
+        with randomness.set_aside(device):
+            codec_s, outer_s = codec_seconds(device, size), outer_seconds(device)
+        return Work(
+            compute_s,
+            codec_s_per_value=codec_s,
+            outer_s_per_value=outer_s,
+            encodes_on_cpu=device.type == "cpu",
+        )
 
     def announce(self) -> None:
         """Record it as an event."""
@@ -93,14 +120,9 @@ class LinkAdvice(StepListener):
         whole = [] if context.islands is not None else list(zip(timed.own_seconds(), plan.shares, strict=False))
         far = {rank for host in context.groups.generation.hosts if 0 not in host for rank in host}
         size, senders = gradient_size(self._models), meter.num_senders
-        with randomness.set_aside(context.device):
-            codec_s, outer_s = codec_seconds(context.device, size), outer_seconds(context.device)
-        work = Work(
-            statistics.median(self._computed_s[1:]),
-            plan.num_micro,
-            codec_s,
-            outer_s,
-            encodes_on_cpu=context.device.type == "cpu",
+        work = replace(
+            self._work(statistics.median(self._computed_s[1:])),
+            num_micro=plan.num_micro,
             whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
             is_far=tuple(rank in far for rank in range(len(whole))),
         )

@@ -69,11 +69,13 @@ def describe(config: Config, spec: WorkerSpec) -> str:
             "strategy async needs a server and at least one worker, and this is one process: it trains synchronously. Start it "
             "with evenload run --strategy async"
         )
+    count = spec.world_size - 1
+    workers = "1 worker computes" if count == 1 else f"{count} workers compute"
     text = (
-        f"strategy async: rank 0 holds the parameters, {spec.world_size - 1} workers compute whole global batches; no gradient "
-        f"is applied that is more than {config.staleness} updates behind. The result depends on the order of arrivals"
+        f"strategy async: rank 0 holds the parameters, {workers} whole global batches; no gradient is applied that is more than "
+        f"{config.staleness} updates behind. The result depends on the order of arrivals"
     )
-    if (idle := spec.world_size - 1 - (config.staleness + 1)) > 0:
+    if (idle := count - (config.staleness + 1)) > 0:
         text += (
             f". {idle} of the workers wait at any time: with staleness={config.staleness}, {config.staleness + 1} parts may be "
             "computed at once; set staleness to the number of workers or more"

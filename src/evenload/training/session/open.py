@@ -246,6 +246,11 @@ def _check_local(config: Config, mode: str) -> None:
             f"{config.sources['wire']} with strategy='local': it chooses by the noise of gradients, which all ranks of "
             "strategy='ddp' measure in each step; set bf16, fp16, int8 or powersgd for the pseudo-gradients"
         )
+    if config.local_steps == "auto" and config.sync_every == 1:
+        raise ConfigError(
+            f"{config.sources['local_steps']} has no effect with sync_every=1: each island makes at least one step between two "
+            "synchronisations; set a larger sync_every, or local_steps='equal', which divides each batch by speed"
+        )
     if config.fragments > config.sync_every:
         raise ConfigError(
             f"fragments={config.fragments} with sync_every={config.sync_every}: each fragment needs a step of its own; set "

@@ -74,8 +74,7 @@ class Session(StepListener):
         self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
         if context.islands is not None:
-            find = functools.partial(live_objects, LRScheduler)
-            self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
+            self._islands = IslandSynchroniser(context, context.islands, models, loaders, live_objects)
             saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
         if asynchronous:
@@ -409,7 +408,7 @@ class Session(StepListener):
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)
             held = sum(p.numel() * p.element_size() for p in model.parameters())
             lines.append(f"model {type(model).__name__}: {count:,} trainable parameters, {held / 2**20:,.1f} MiB")
-        print("\n".join([*lines, *self._advice.opening()]), flush=True)
+        print("\n".join([*lines, *self._advice.for_a_dry_run()]), flush=True)
 
 
 def _ended_well(stopped: bool) -> bool:

@@ -242,6 +242,11 @@ def _notes(models: Sequence[nn.Module], shares: Sequence[int], norm: float) -> l
 
 
 def _wire_notes(context: TrainingContext, difference: float) -> list[str]:
+    if context.config.strategy == "local":
+        return [
+            "all ranks were compared as one island. In a run with strategy=local each island follows its own part of the data "
+            "between two synchronisations, which is not the training of one device"
+        ]
     if context.wire is None or context.groups.world_size == 1:
         return []
     if context.wire.format is None:
