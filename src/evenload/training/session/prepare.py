@@ -383,10 +383,12 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     )
     for one in loader.loader.user_loaders:
         if order.is_computed(one):
+            draws = one.sampler.replacement  # type: ignore[attr-defined]
+            how = "drawn with replacement by a function" if draws else "shuffled by a permutation"
             context.recorder.event(
                 "order",
-                f"{len(one.sampler):,} samples are shuffled by a permutation that is computed where it is used "  # type: ignore[arg-type]
-                f"(up to {order.MAX_DRAWN:,} it is drawn as a whole)",
+                f"{len(one.sampler):,} samples are {how} that is computed where it is used "  # type: ignore[arg-type]
+                f"(up to {order.MAX_DRAWN:,} all are drawn when an epoch begins)",
             )
     message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"
