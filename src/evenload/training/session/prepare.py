@@ -339,7 +339,11 @@ def _most_workers(context: TrainingContext) -> int | None:
 
 def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
     """Return the global batch, of the batch_sampler or else of fixed shares, and whether it is a guess."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    sampler = loader.batch_sampler
+    size = loader.batch_size or getattr(sampler, "batch_size", None)
+    if isinstance(sampler, list | tuple) and all(isinstance(keys, Sized) for keys in sampler):
+        lengths = {len(keys) for keys in sampler[:-1] or sampler}
+        size = lengths.pop() if len(lengths) == 1 else size  # of all lists of keys but a shorter last one
     if isinstance(size, int) and size > 0:
         return size, False
     if isinstance(balance, tuple):
