@@ -154,6 +154,7 @@ def test_every_harm_to_one_rank_is_found_within_n_steps_and_named(tmp_path: Path
         assert f"Usual causes for a {expected.split()[0]}" in told
         assert "all were equal at step" in told
     assert "1 of 15 parameters and buffers differs: buffer average" in first["a buffer of the rank's own samples"][1]
+    assert "call model.eval() before, or let all ranks" in first["a buffer of the rank's own samples"][1]
     assert "1 of 15 parameters and buffers differs" in first["lowest bit of a weight"][1]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event.get("kind") == "divergence"]

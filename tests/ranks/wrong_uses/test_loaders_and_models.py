@@ -301,6 +301,16 @@ def test_fixed_shares_of_a_tuple_count_units(init):
     assert next(iter(loader)).shares == (8,)
 
 
+@pytest.mark.parametrize("balance", ["auto", (4,)])
+def test_lists_of_keys_as_batch_sampler_give_the_global_batch(init, capsys, balance):
+    """Columns of a text (word_language_model): the dataset's length is no multiple of the steps, and shares may be a ratio."""
+    batches = [[*range(low, low + 16)] for low in range(0, 64, 16)] + [[64, 65]]
+    data = dataset(1000)
+    _, loader = init(balance=balance).prepare(nn.Linear(4, 1), DataLoader(data, batch_sampler=batches))
+    assert "global batch 16, 5 steps an epoch" in capsys.readouterr().out
+    assert next(iter(loader)).shares == (16,)
+
+
 def test_a_batch_of_a_tuple_can_not_grow(init):
     run = init(batch_max=64)
     with pytest.raises(ConfigError, match="works with one loader, and a tuple has a batch for each"):

@@ -147,6 +147,10 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
     "no zero_grad": (_never_zeroed, "zero_grad"),
     "GradScaler": (_scaler, 'precision="fp16"'),
     "loader[0]": (lambda job: job.loader[0], "for step in loader"),
+    "len(next(iter(loader))[0])": (
+        lambda job: len(next(iter(job.loader))[0]),
+        "The size of a batch is loader.batch_size",
+    ),
     "loader.sampler.set_epoch": (lambda job: job.loader.sampler.set_epoch(1), "each epoch has its own order"),
     "loader.set_epoch": (lambda job: job.loader.set_epoch(1), "each epoch has its own order"),
     "loader.num_workers": (lambda job: job.loader.num_workers, "from the DataLoader that run.prepare was given"),
@@ -363,6 +367,28 @@ def test_a_model_left_in_evaluation_mode(init: Any, capsys: pytest.CaptureFixtur
     job.train()
     printed = capsys.readouterr().out
     assert printed.count("trains in evaluation mode: Dropout does not act as in training; call model.train()") == 1
+
+
+@pytest.mark.parametrize("where", ["loop body", "loss_fn"])
+def test_a_loop_body_that_trains_and_evaluates(init: Any, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    """The script of GCN evaluates after each step, in its loop body, and calls train() in the next."""
+    job = Job(init(), model=nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1)))
+    job.model.eval()
+
+    def loss(batch: Any) -> Any:
+        if where == "loss_fn":
+            job.model.train()
+        return job.loss(batch)
+
+    for _ in range(2):
+        for step in job.loader:
+            if where == "loop body":
+                job.model.train()
+            step.backward(loss)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.model.eval()
+    assert "evaluation mode" not in capsys.readouterr().out
 
 
 def test_a_mean_over_all_samples_is_fine(init: Any) -> None:

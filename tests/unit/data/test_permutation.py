@@ -1,4 +1,4 @@
-"""A permutation that is computed where it is used: a bijection, without visible structure, of any number of samples."""
+"""Orders that are computed where they are used: a bijection, or draws, without visible structure, of any number of samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from evenload.errors import DataError
 from evenload.training.data import order
 from evenload.training.data.cursor import Cursor
-from evenload.training.data.permutation import KeyedPermutation
+from evenload.training.data.permutation import KeyedDraws, KeyedPermutation
 from tests.unit.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks
 
 BILLION = 10**9
@@ -120,3 +120,65 @@ def test_bounds_are_computed(num_samples: int, size: int, drop_last: bool) -> No
     assert found[1:] == wanted[1:]
     with pytest.raises(IndexError):
         found[len(found)]
+
+
+def test_draws_with_replacement_are_uniform_and_independent() -> None:
+    """Counts of each sample, of pairs of neighbours, and of the repeats of a draw, within five standard deviations."""
+    count = 200_000
+    for key in range(3):
+        found = KeyedDraws(37, 10**10, key)[10**9 : 10**9 + count]
+        assert found.min() == 0 and found.max() == 36
+        counts = np.bincount(found, minlength=37)
+        assert abs(((counts - count / 37) ** 2).sum() / (count / 37) - 36) < 5 * np.sqrt(2 * 36)
+        pairs = np.bincount(found[:-1] * 37 + found[1:], minlength=37**2)
+        assert abs(((pairs - count / 37**2) ** 2).sum() / (count / 37**2) - 37**2) < 5 * np.sqrt(2) * 37
+        other = KeyedDraws(37, 10**10, key + 1)[10**9 : 10**9 + count]
+        assert abs((found == other).mean() - 1 / 37) < 5 * np.sqrt(1 / 37 / count)
+    draws = KeyedDraws(50, 5000, 3)
+    assert len(draws) == 5000
+    assert np.array_equal(np.concatenate([draws[low : low + 7] for low in range(0, 5000, 7)]), draws[0:5000])
+
+
+def test_ten_billion_draws_take_no_memory() -> None:
+    """A loop that counts iterations draws with replacement, far more often than it reads (minGPT: 10^10)."""
+    dataset = Numbers(100)
+    sampler = RandomSampler(dataset, replacement=True, num_samples=10**10)
+    loader = DataLoader(dataset, batch_size=64, sampler=sampler)
+    tracemalloc.start()
+    try:
+        ranks = make_ranks(Board((3, 1)), loader)
+        iterator = lockstep(ranks)
+        found = [flat(joined(next(iterator))) for _ in range(3)]
+        assert len(ranks[0]) == 10**10 // 64
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+    assert all(0 <= value < 100 for step in found for value in step)
+    assert found[0] != found[1]
+    (again,) = make_ranks(Board((1,)), loader)
+    again.load(ranks[0].cursor())
+    # Two steps are committed: the third was open.
+    assert flat(joined([next(iter(again))])) == found[2]
+
+
+def test_few_draws_keep_their_order(monkeypatch: Any) -> None:
+    def epoch(num_draws: int) -> list[int]:
+        dataset = Numbers(20)
+        sampler = RandomSampler(dataset, replacement=True, num_samples=num_draws)
+        (rank,) = make_ranks(Board((1,)), DataLoader(dataset, batch_size=8, sampler=sampler))
+        return [value for step in lockstep([rank]) for value in flat(joined(step))]
+
+    before = epoch(50)
+    assert len(set(before)) < 50
+    monkeypatch.setattr(order, "MAX_DRAWN", 50)
+    assert epoch(50) == before
+    assert len(epoch(51)) == 51
+
+
+def test_too_many_keys_of_another_sampler_are_refused() -> None:
+    dataset = Numbers(20)
+    sampler = RandomSampler(dataset, replacement=True, num_samples=10**10, generator=torch.Generator())
+    (rank,) = make_ranks(Board((1,)), DataLoader(dataset, batch_size=8, sampler=sampler))
+    with pytest.raises(DataError, match=r"RandomSampler has 10,000,000,000 keys, .* without a generator"):
+        next(iter(rank))

@@ -121,6 +121,11 @@ def is_plain_shuffle(sampler: Any) -> bool:
     )
 
 
+def is_plain_draws(sampler: Any) -> bool:
+    """Return True for torch's sampler with replacement, without a generator of the user's."""
+    return type(sampler) is RandomSampler and sampler.replacement and sampler.generator is None
+
+
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     found: list[Any] = []
     waiting = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]

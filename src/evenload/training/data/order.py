@@ -2,7 +2,8 @@
 
 Every rank computes the identity and plain shuffling, functions of (seed, epoch), for itself. Rank 0 draws any other sampler
 once and broadcasts the order. Plain shuffling is torch.randperm up to `MAX_DRAWN` samples; above it is computed where it is
-used (permutation.py), because each rank would hold 8 bytes for each sample.
+used (permutation.py), because each rank would hold 8 bytes for each sample. So are more than `MAX_DRAWN` plain draws with
+replacement: scripts that count iterations, not epochs, draw 10^10.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from evenload.errors import DataError, PeerLostError
 from evenload.training.data import checks, randomness
-from evenload.training.data.permutation import KeyedPermutation
+from evenload.training.data.permutation import KeyedDraws, KeyedPermutation
 from evenload.training.data.rank_dependence import MAX_COMPARED, check_sampler
 
 MAX_DRAWN = 1 << 25
-"""Most samples of an order that plain shuffling draws as a whole: 256 MiB."""
+"""Most samples of an order that plain shuffling, or plain draws with replacement, draw as a whole: 256 MiB."""
 _COMPUTED_KEY = 1
-"""Key of orders by `KeyedPermutation`, as it computes them now."""
+"""Key of orders by `KeyedPermutation` and `KeyedDraws`, as they compute them now."""
 MAX_ENDLESS = 10_000_000
 """Keys drawn from a sampler without a length before it counts as endless."""
+MAX_KEYS = 1 << 31
+"""Most keys that a sampler with a length may draw at once: as Python's integers they take more than 64 GiB."""
 
 BroadcastIntegers = Callable[[Sequence[int] | None], list[int]]
 """Broadcasts rank 0's integers to all ranks; the others pass None."""
@@ -48,7 +51,7 @@ class SampleOrder:
     Step s takes the positions ``[bounds[s], bounds[s + 1])``; the last bound is the number of samples.
     """
 
-    source: range | torch.Tensor | KeyedPermutation | list[Any]
+    source: range | torch.Tensor | KeyedPermutation | KeyedDraws | list[Any]
     bounds: Sequence[int]
     generators_before: tuple[str, ...] = ()
     """States of the sampler's own generators before it was drawn, to draw the same again."""
@@ -110,11 +113,13 @@ def draw_order(
     if not is_function_of_seed(loader):
         return _share_order(loader, seed, epoch, rank, agree, own_key)
     num_samples = len(loader.sampler)  # type: ignore[arg-type]
-    source: range | torch.Tensor | KeyedPermutation = range(num_samples)
+    source: range | torch.Tensor | KeyedPermutation | KeyedDraws = range(num_samples)
     order_key = -1
     if type(loader.sampler) is RandomSampler:
         key = randomness.mix(seed, epoch, randomness.ORDER)
-        if num_samples > MAX_DRAWN:
+        if loader.sampler.replacement:
+            source, order_key = KeyedDraws(len(loader.sampler.data_source), num_samples, key), _COMPUTED_KEY
+        elif num_samples > MAX_DRAWN:
             source, order_key = KeyedPermutation(num_samples, key), _COMPUTED_KEY
         else:
             source = torch.randperm(num_samples, generator=torch.Generator().manual_seed(key))
@@ -164,14 +169,16 @@ def regular_bounds(
 
 
 def is_function_of_seed(loader: DataLoader[Any]) -> bool:
-    """Return True if every rank computes the order for itself: the identity, or plain shuffling."""
+    """Return True if every rank computes the order for itself: the identity, plain shuffling, or many plain draws."""
     return checks.has_plain_batches(loader) and (
-        type(loader.sampler) is SequentialSampler or checks.is_plain_shuffle(loader.sampler)
+        type(loader.sampler) is SequentialSampler
+        or checks.is_plain_shuffle(loader.sampler)
+        or (checks.is_plain_draws(loader.sampler) and len(loader.sampler) > MAX_DRAWN)  # type: ignore[arg-type]
     )
 
 
 def is_computed(loader: DataLoader[Any]) -> bool:
-    """Return True if the loader is shuffled by a permutation that is computed where it is used, not drawn."""
+    """Return True if the loader's order is computed where it is used, not drawn as a whole."""
     return is_function_of_seed(loader) and type(loader.sampler) is RandomSampler and len(loader.sampler) > MAX_DRAWN
 
 
@@ -296,6 +303,12 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _draw_keys(sampler: Any) -> list[Any]:
+    if hasattr(sampler, "__len__") and len(sampler) > MAX_KEYS:
+        raise DataError(
+            f"{type(sampler).__qualname__} has {len(sampler):,} keys, and all of an epoch are drawn when it begins, at most "
+            f"{MAX_KEYS:,}: let an epoch have fewer (num_samples), and loop over epochs. shuffle=True, and "
+            "RandomSampler(dataset, replacement=True, num_samples=...) without a generator, may have any number"
+        )
     keys = list(itertools.islice(sampler, MAX_ENDLESS + 1)) if not hasattr(sampler, "__len__") else list(sampler)
     if len(keys) > MAX_ENDLESS and not hasattr(sampler, "__len__"):
         raise DataError(

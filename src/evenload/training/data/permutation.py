@@ -1,4 +1,4 @@
-"""A permutation of any number of samples that is computed where it is used: a position costs no memory.
+"""Permutations and draws of any number of samples that are computed where they are used: a position costs no memory.
 
 Note [Feistel network]
   A position is cut into two halves of h bits, left and right. A round replaces (left, right) by
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from evenload.training.data.randomness import mix
 
 NUM_ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""What splitmix64 adds to its state with each number."""
 
 
 class KeyedPermutation:
@@ -50,6 +52,22 @@ class KeyedPermutation:
         for key in self._round_keys:
             left, right = right, left ^ (_hash(right + key) & self._half_mask)
         return (left << self._half_bits) | right
+
+
+class KeyedDraws:
+    """`num_draws` samples of ``range(num_samples)`` with replacement, a function of `key`: splitmix64 at each position."""
+
+    def __init__(self, num_samples: int, num_draws: int, key: int) -> None:
+        self._num_samples, self._num_draws = np.uint64(num_samples), num_draws
+        self._key = np.uint64(key)
+
+    def __len__(self) -> int:
+        return self._num_draws
+
+    def __getitem__(self, positions: slice) -> NDArray[np.int64]:
+        counts = np.arange(*positions.indices(self._num_draws), dtype=np.int64).astype(np.uint64)
+        # Modulo prefers no sample by more than num_samples / 2^64.
+        return (_hash(self._key + (counts + np.uint64(1)) * _GOLDEN) % self._num_samples).astype(np.int64)
 
 
 def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

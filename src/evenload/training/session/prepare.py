@@ -356,7 +356,11 @@ def _most_workers(context: TrainingContext) -> int | None:
 
 def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
     """Return the global batch, of the batch_sampler or else of fixed shares, and whether it is a guess."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    sampler = loader.batch_sampler
+    size = loader.batch_size or getattr(sampler, "batch_size", None)
+    if isinstance(sampler, list | tuple) and all(isinstance(keys, Sized) for keys in sampler):
+        lengths = {len(keys) for keys in sampler[:-1] or sampler}
+        size = lengths.pop() if len(lengths) == 1 else size  # of all lists of keys but a shorter last one
     if isinstance(size, int) and size > 0:
         return size, False
     if isinstance(balance, tuple):
@@ -400,10 +404,12 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     )
     for one in loader.loader.user_loaders:
         if order.is_computed(one):
+            draws = one.sampler.replacement  # type: ignore[attr-defined]
+            how = "drawn with replacement by a function" if draws else "shuffled by a permutation"
             context.recorder.event(
                 "order",
-                f"{len(one.sampler):,} samples are shuffled by a permutation that is computed where it is used "  # type: ignore[arg-type]
-                f"(up to {order.MAX_DRAWN:,} it is drawn as a whole)",
+                f"{len(one.sampler):,} samples are {how} that is computed where it is used "  # type: ignore[arg-type]
+                f"(up to {order.MAX_DRAWN:,} all are drawn when an epoch begins)",
             )
     message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"

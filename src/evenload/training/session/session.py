@@ -42,7 +42,7 @@ from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.live_objects import live_objects
 from evenload.training.session.open import is_watched
-from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
+from evenload.training.session.silent_mistakes import SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
@@ -95,6 +95,7 @@ class Session(StepListener):
             self._verifier,
             self._islands,
             self,
+            self._mistakes if trains else None,
             self._contract,
             coupling,
             self._advice,
@@ -348,15 +349,12 @@ class Session(StepListener):
 
     @property
     def rests(self) -> bool:
-        return self._islands is None and self._saver.rests and self._mistakes.num_looks > NUM_STEPS
+        return self._trains and self._islands is None and self._saver.rests
 
     def on_begin(self, step: Step) -> None:
         """Check once, at the first step, that everything is prepared."""
         if not step.arm:
             self._saver.save_best()
-            # Not called in each step, which has no microsecond to spare.
-            if self._trains and (self._mistakes.num_looks <= NUM_STEPS or not step.batch.plan.step):
-                self._mistakes.look(step)
         if self._has_begun:
             return
         self._has_begun = True

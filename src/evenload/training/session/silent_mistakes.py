@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from evenload.training.parallel.call_gradients import is_sharded
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 from evenload.training.step.step_loader import StepLoader
 
 NUM_STEPS = 10
@@ -22,7 +22,7 @@ _NUM_WATCHED, _NUM_VALUES = 16, 8
 _CHANGED_BY_MODE = (_DropoutNd, _BatchNorm)
 
 
-class SilentMistakes:
+class SilentMistakes(StepListener):
     def __init__(self, context: TrainingContext, models: Sequence[nn.Module], loaders: Sequence[StepLoader]) -> None:
         """`models`, `loaders`: what was prepared; the lists grow."""
         self._context = context
@@ -33,11 +33,20 @@ class SilentMistakes:
         self._watched: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """Parameters, with their versions and first values at the first step."""
         self._has_noted_mode = self._has_noted_update = False
+        self._in_evaluation: dict[int, nn.Module] | None = None
+        """In a step whose modes are looked at: the models that were in evaluation mode after each backward; None before."""
+        self._looks_at_mode = False
 
-    def look(self, step: Step) -> None:
-        """Look at a step that begins: the first `NUM_STEPS` of a session and one more, and the first of each epoch."""
-        if not (step.batch.plan.step and self.num_looks):
-            self._check_mode(step)
+    @property
+    def rests(self) -> bool:
+        return self.num_looks > NUM_STEPS
+
+    def on_begin(self, step: Step) -> None:
+        """Look at the first `NUM_STEPS` of a session and one more, and at the first of each epoch."""
+        # Not in each step, which has no microsecond to spare.
+        if step.arm or (self.num_looks > NUM_STEPS and step.batch.plan.step):
+            return
+        self._looks_at_mode = not (step.batch.plan.step and self.num_looks)
         self._check_epochs(step)
         if self.num_looks == 0:
             every = (p for model in self._models for p in model.parameters())
@@ -46,6 +55,19 @@ class SilentMistakes:
         elif self.num_looks == NUM_STEPS:
             self._check_update(step)
         self.num_looks += 1
+
+    def on_gradients(self, step: Step) -> None:
+        # Not as the step begins or ends: a loop body, or loss_fn, may call train(), and evaluate after the optimizer.
+        if self._looks_at_mode and not self._has_noted_mode:
+            found = {id(model): model for model in self._models if not model.training}
+            before = found if self._in_evaluation is None else self._in_evaluation
+            self._in_evaluation = {key: model for key, model in found.items() if key in before}
+
+    def on_end(self, step: Step) -> None:
+        models, self._in_evaluation = self._in_evaluation, None
+        for model in models.values() if models else ():
+            self._check_mode(step, model)
+        self._looks_at_mode = False
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Report that the step's gradients were removed before an optimizer could use them."""
@@ -95,23 +117,19 @@ class SilentMistakes:
                 step=step.index,
             )
 
-    def _check_mode(self, step: Step) -> None:
-        if self._has_noted_mode:
+    def _check_mode(self, step: Step, model: nn.Module) -> None:
+        if self._has_noted_mode or not any(p.requires_grad for p in model.parameters()):
             return
-        for model in self._models:
-            if model.training or not any(p.requires_grad for p in model.parameters()):
-                continue
-            found = {type(module).__name__ for module in model.modules() if isinstance(module, _CHANGED_BY_MODE)}
-            if found:
-                self._has_noted_mode = True
-                self._context.recorder.event(
-                    "eval_mode",
-                    f"{type(model).__name__} trains in evaluation mode: {', '.join(sorted(found))} "
-                    f"{'do' if len(found) > 1 else 'does'} not act as in training; call model.train() before the loop, after "
-                    "each model.eval()",
-                    step=step.index,
-                )
-                return
+        found = {type(module).__name__ for module in model.modules() if isinstance(module, _CHANGED_BY_MODE)}
+        if found:
+            self._has_noted_mode = True
+            self._context.recorder.event(
+                "eval_mode",
+                f"{type(model).__name__} trains in evaluation mode: {', '.join(sorted(found))} "
+                f"{'do' if len(found) > 1 else 'does'} not act as in training; call model.train() before the loop, after "
+                "each model.eval()",
+                step=step.index,
+            )
 
 
 def _first_values(param: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class UnpreparedUses:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refuse(self, module: nn.Module, _: object) -> None:
-        if self._context.loop.in_backward and _is_at_risk(module):
+        if self._context.loop.in_backward and self._context.clock.current != "data" and _is_at_risk(module):
             raise StepError(
                 f"loss_fn runs {_path(module, _parents())[1]} in training mode, and its model was not given to run.prepare: it "
                 "would take the statistics of this rank's samples alone. Give the model to run.prepare too (a frozen one may be "
@@ -145,7 +145,8 @@ class UnpreparedUses:
             )
 
     def _note(self, module: nn.Module, _: object) -> None:
-        if not torch.compiler.is_compiling():  # a compiled graph would keep the hook
+        # A compiled graph would keep the hook. A module of the dataset's transforms has random weights for each sample.
+        if not torch.compiler.is_compiling() and self._context.clock.current != "data":
             self._used[id(module)] = module
 
     def _compare(self) -> None:

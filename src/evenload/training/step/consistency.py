@@ -37,8 +37,9 @@ _PARAMETER_CAUSES = (
 )
 _BUFFER_CAUSES = (
     "Usual causes for a buffer: a module that updates it from its own rank's samples (running statistics, a codebook, a "
-    "queue), or a forward in training mode outside step.backward (validation without model.eval()). Set it from the whole "
-    "batch (docs/contrastive.md#state-that-follows-the-batch), or register it with persistent=False if it may differ."
+    "queue): set it from the whole batch (docs/contrastive.md#state-that-follows-the-batch), or register it with "
+    "persistent=False if it may differ. Or a forward in training mode outside step.backward (validation, or a GAN's pictures "
+    "under `if run.is_main:`): call model.eval() before, or let all ranks compute the same."
 )
 
 RecordEvent = Callable[..., None]

@@ -10,7 +10,8 @@ def not_a_batch() -> StepError:
         "a prepared loader yields steps, not batches; write\n"
         "    for step in loader:\n"
         "        loss = step.backward(loss_fn)\n"
-        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
+        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss. The size of a batch is "
+        "loader.batch_size; one to look at, as next(iter(...)), comes from the DataLoader itself, before run.prepare"
     )
 
 
