@@ -19,7 +19,7 @@ from evenload.training.data.randomness import mix
 
 NUM_ROUNDS = 6
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""What splitmix64 adds to its state with each number."""
+"""Added to the state of splitmix64 with each number."""
 
 
 class KeyedPermutation:
