@@ -257,6 +257,15 @@ def test_a_late_gradient_shows_beside_a_function_that_gives_none() -> None:
     reducer.rollback()
 
 
+def test_other_memory_of_a_bucket_is_not_taken_for_zeros() -> None:
+    bucket = buckets.Bucket([buckets.Slot(0, 0, "weight", nn.Parameter(torch.ones(4)))])
+    bucket.flat.zero_()
+    assert bucket.is_zero()
+    bucket.renew()
+    bucket.flat.fill_(1.0)  # as often written as the memory before
+    assert not bucket.is_zero()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_of_a_gradient_that_does_not_come(kind: str) -> None:
     model, other = network(), nn.Linear(4, 4, bias=False)
