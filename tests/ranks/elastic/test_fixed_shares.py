@@ -17,13 +17,15 @@ from evenload.testing import run_ranks
 BATCH, STEPS, MAY_COMPUTE = 16, 20, 5
 
 
-def _train(folder: str, balance: Any, batch: int, is_registered: bool) -> dict[str, Any]:
+def _train(
+    folder: str, balance: Any, batch: int, is_registered: bool, num_more: int = 0, num_epochs: int = 1
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     run = evenload.init(project_dir=folder, seed=0, balance=balance, timeout_s=60)
     norm = nn.BatchNorm1d(12) if batch > 8 else nn.Identity()  # of two samples it would blow up rounding
     model = nn.Sequential(nn.Linear(6, 12), norm, nn.Tanh(), nn.Linear(12, 1))
-    x = torch.randn(batch * STEPS, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(batch * STEPS + num_more, 6, generator=torch.Generator().manual_seed(1))
     model, loader = run.prepare(model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if is_registered:
@@ -35,10 +37,11 @@ def _train(folder: str, balance: Any, batch: int, is_registered: bool) -> dict[s
         num_calls += 1
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    for step in loader:
-        losses.append(float(step.backward(loss_fn)))
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in range(num_epochs):
+        for step in loader:
+            losses.append(float(step.backward(loss_fn)))
+            optimizer.step()
+            optimizer.zero_grad()
     weights = torch.cat([value.detach().flatten().double() for value in model.state_dict().values()])
     run.close()
     return {"calls": num_calls, "losses": losses, "weights": weights}
@@ -70,3 +73,9 @@ def test_one_that_must_stay_is_named(tmp_path: Path, balance: Any, is_registered
     assert all(found["calls"] >= STEPS for found in ranks)
     (event,) = [event for event in _events(tmp_path) if event.get("kind") == "stays"]
     assert reason in event["message"]
+
+
+def test_a_small_last_batch_names_nobody(tmp_path: Path) -> None:
+    """Of one sample: the rank with the smaller share has none, in one step of each epoch."""
+    run_ranks(_train, 2, str(tmp_path), (7, 1), 8, False, 1, 7, timeout_s=60)
+    assert not [event for event in _events(tmp_path) if event.get("kind") == "stays"]

@@ -122,10 +122,12 @@ class RankJob(Job):
                     return
 
 
-def scripts_of(room: ModuleType) -> list[Script]:
+def scripts_of(module: ModuleType) -> list[Script]:
     """Return the scripts of a module."""
     own = (
-        value for value in vars(room).values() if callable(value) and getattr(value, "__module__", "") == room.__name__
+        value
+        for value in vars(module).values()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
     )
     return [value for value in own if not (isinstance(value, type) or value.__name__.startswith("_"))]
 

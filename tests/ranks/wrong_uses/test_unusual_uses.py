@@ -21,8 +21,8 @@ THREE = {"micro_batch": 5}
 
 RIGHT: dict[str, tuple[Script, dict[str, Any]]] = {
     script.__name__: (script, {})
-    for room in (unusual_scripts, unusual_optimizer_scripts)
-    for script in scripts_of(room)
+    for module in (unusual_scripts, unusual_optimizer_scripts)
+    for script in scripts_of(module)
 }
 RIGHT |= {
     f"{script.__name__} in three": (script, THREE)
@@ -53,6 +53,7 @@ REFUSED: dict[str, str] = {
     wrong.running_statistics_of_instances.__name__: r"DivergenceError: .*buffer 2.running_mean",
     wrong.initialised_after_prepare.__name__: r"DivergenceError: .*at step 0.*parameter 2.weight",
     wrong.head_trained_beside_copies.__name__: r"StepError: SGD steps 2 parameters that are in no model given to run.prepare",
+    wrong.head_trained_in_the_first_of_two_calls.__name__: r"StepError: SGD steps 2 parameters that are in no model given",
     wrong.sharded_after_prepare.__name__: _SHARDED,
     wrong.sharded_before_prepare.__name__: _SHARDED,
     wrong.kronecker_factors.__name__: r"DivergenceError: .*parameter 0.weight.*samples \(sum it with run.reduce",
@@ -114,9 +115,9 @@ def test_exact(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, outcomes: dict[str, Outcome]) -> None:
-    for rank, told in enumerate(outcomes[name]):
-        assert isinstance(told, str), f"rank {rank} was told nothing"
-        assert re.search(REFUSED[name], told, re.DOTALL), f"rank {rank} was told: {told}"
+    for rank, error in enumerate(outcomes[name]):
+        assert isinstance(error, str), f"rank {rank} raised nothing"
+        assert re.search(REFUSED[name], error, re.DOTALL), f"rank {rank} raised: {error}"
 
 
 @pytest.mark.parametrize("name", NAMED)

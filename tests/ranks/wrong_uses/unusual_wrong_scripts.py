@@ -181,6 +181,24 @@ def head_trained_beside_copies(job: Job) -> Any:
     return job.weights()
 
 
+def head_trained_in_the_first_of_two_calls(job: Job) -> Any:
+    """The last backward of a step gives it no gradient."""
+    model = job.prepare(job.network())
+    torch.manual_seed(4)
+    head = nn.Linear(1, 1).double()
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = job.optimizer([*copies, *head.parameters()])
+    for step in job.steps():
+        step.backward(lambda batch: job.loss(batch) + head(model(batch[0])).square().mean())
+        step.backward(job.loss)
+        for copied, p in zip(copies, model.parameters(), strict=True):
+            copied.grad = p.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+    return job.weights()
+
+
 # statistics of this rank's samples
 
 

@@ -228,6 +228,54 @@ def test_zeros_that_loss_fn_changes_are_refused_and_those_it_removes_are_fine(ki
         reducer.micro(last=True, idle=False)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Torch calls the hook of a weight to which it gives None, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.zeros(len(slope), 4), None
+
+
+def _without_gradient(weight: torch.Tensor) -> torch.Tensor:
+    return _WithoutGradient.apply(torch.ones(2, 4, requires_grad=True), weight).sum()  # type: ignore[no-untyped-call]
+
+
+def test_a_late_gradient_shows_beside_a_function_that_gives_none() -> None:
+    model, other = network(), nn.Linear(4, 4, bias=False)
+    reducer = reducer_of("buckets", model, other)
+    reducer.begin((1,) * 6 + (0,))
+    reducer.micro(last=True, idle=False)
+    _without_gradient(other.weight).backward()
+    loss_of(model, 0)().backward()
+    model[4].bias.sum().backward()
+    reducer.end_micro()
+    assert reducer.late
+    reducer.rollback()
+
+
+def test_other_memory_of_a_bucket_is_not_taken_for_zeros() -> None:
+    bucket = buckets.Bucket([buckets.Slot(0, 0, "weight", nn.Parameter(torch.ones(4)))])
+    bucket.flat.zero_()
+    assert bucket.is_zero()
+    bucket.renew()
+    bucket.flat.fill_(1.0)  # as often written as the memory before
+    assert not bucket.is_zero()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_of_a_gradient_that_does_not_come(kind: str) -> None:
+    model, other = network(), nn.Linear(4, 4, bias=False)
+    other.weight.register_hook(lambda slope: slope * 2)
+    reducer = reducer_of(kind, model, other)
+    call(reducer, lambda: _without_gradient(other.weight) + loss_of(model, 0)())
+    assert other.weight.grad is None
+    assert same([p.grad for p in model.parameters()], gradients(model, 0))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_hook_runs_once_on_the_sum(kind: str) -> None:
     model = network()

@@ -45,7 +45,7 @@ class ComputingRanks(StepListener):
         self._has_begun = False
         self._reported = False
         self._num_idle = 0
-        """Steps in which a rank without samples computed."""
+        """Steps in a row in which a rank without samples computed: at the end of an epoch there may be one."""
 
     @property
     def rests(self) -> bool:
@@ -64,6 +64,8 @@ class ComputingRanks(StepListener):
             step.planner.set_return_price(time.perf_counter() - began_s)
         if 0 in step.batch.plan.shares:
             self._report_staying(step)
+        else:
+            self._num_idle = 0
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         self._context.control.leave_loops()
@@ -137,7 +139,7 @@ class ComputingRanks(StepListener):
         if self._reported or step.arm or planner.world_size != plan.world_size:
             return
         idle = [rank for rank, share in enumerate(plan.shares) if not share and not (rank and planner.may_leave[rank])]
-        self._num_idle += bool(idle)
+        self._num_idle = self._num_idle + 1 if idle else 0
         if self._num_idle <= _STEPS_TO_LEAVE:
             return
         self._reported = True

@@ -127,7 +127,7 @@ class Bucket:
 
     def renew(self) -> None:
         """Take other memory, which holds zeros."""
-        held, other = self.memory, self._spare
+        held, other, self._zero_version = self.memory, self._spare, -1
         if other is None or other.is_referenced:
             other = BucketMemory(self.laid_out, pins=self._pins)
         else:
@@ -148,7 +148,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Take new memory, since a sum that nobody waits for may still write to the present one."""
-        self.memory, self._spare = BucketMemory(self.laid_out, pins=self._pins), None
+        self.memory, self._spare, self._zero_version = BucketMemory(self.laid_out, pins=self._pins), None, -1
 
     def is_zero(self) -> bool:
         """Return whether the memory holds zeros only; reads it once for each change."""

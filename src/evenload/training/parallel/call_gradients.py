@@ -282,9 +282,10 @@ def put_back_views(bucket: Bucket, filled: Collection[int], *, is_first: bool) -
     Args:
         bucket: of the parameters.
         filled: ids of the parameters whose `.grad` is a view.
-        is_first: before the first backward of the call, when large gradients have no view yet.
+        is_first: before the first backward of the call.
     """
-    own = [] if not bucket.is_claimed else bucket.small if is_first else bucket.params
+    is_small = is_first and not bucket.was_zero  # large gradients have no view yet
+    own = [] if not bucket.is_claimed else bucket.small if is_small else bucket.params
     views = bucket.memory.views
     if not all(map(operator.is_, map(_GRAD, own), views)):
         for param, view in zip(own, views, strict=False):  # the small ones come first

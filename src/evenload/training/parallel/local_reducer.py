@@ -157,6 +157,8 @@ class LocalReducer(CallGradients):
             if self._grad_norms is not None:
                 for grad in grads:
                     self._grad_norms.summed(grad)
+            if self.has_summed_hooks:  # a Function may have given None
+                touched = [int(flag and p.grad is not None) for flag, p in zip(touched, self._params, strict=True)]
             changed = self._summed_hooks.run(touched, self._grad_of)
             looked_at = [self._grad_of(index) for index in changed] if self.on_device else grads
             is_finite = self._are_finite(looked_at) or all_finite(looked_at)

@@ -98,10 +98,8 @@ class BucketReducer(CallGradients):
         self._next = self._num_seen = 0
         self._seen: set[int] = set()
         self._is_published = True  # False until the call's sums are in `.grad`
-        self._versions, self._is_first = (
-            list[int](),
-            True,
-        )  # of buckets before loss_fn; False after a call's first backward
+        self._versions: list[int] = []  # of buckets before loss_fn
+        self._is_first = True  # False after a call's first backward
         self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
         # The reverse order of registration is near the order in which gradients arrive.
         self._build(range(len(self.slots) - 1, -1, -1))
@@ -149,12 +147,12 @@ class BucketReducer(CallGradients):
         super().micro(last=last, idle=idle)
 
     def end_micro(self) -> None:
+        if self._last:
+            self._look_for_late()
         if not self._idle:
             self._fill_rest()
         super().end_micro()
-        if self._last:
-            self._look_for_late()
-        else:
+        if not self._last:
             self._note_versions(is_first=False)
 
     def end_idle(self) -> None:
@@ -357,7 +355,7 @@ class BucketReducer(CallGradients):
     def _look_for_late(self) -> None:
         """Note whether a gradient came after its bucket had left."""
         for bucket in self.buckets:
-            if bucket.pending is not None and not bucket.ids.isdisjoint(self._last_ids[bucket.num_before :]):
+            if bucket.pending is not None and not bucket.ids.isdisjoint(map(id, self._arrived[bucket.num_before :])):
                 self.late = True
 
     def _launch_queue(self, touched: Sequence[int] | None = None) -> None:

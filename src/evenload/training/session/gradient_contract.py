@@ -10,6 +10,7 @@ What happens on every step costs a few microseconds; the garbage collector's obj
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,12 +175,17 @@ class GradientContract(StepListener):
     def search(self) -> None:
         """Find what is looked at in the first backwards; a rank that joins does it before the others wait for it."""
         found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor, _AccumulateGrad)
+        nodes = [value for value in found if isinstance(value, _AccumulateGrad)]
+        found = [value for value in found if not isinstance(value, _AccumulateGrad)]
         self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]
         scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
         self._scalers = [weakref.ref(scaler) for scaler in scalers]
         self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
         self._check_wrapped(found)
-        self._check_nodes(found)
+        if self._held_by(nodes):
+            nodes.clear()
+            gc.collect()  # a drawing of the graph may have left cycles of what it looked at
+            self._check_nodes(live_objects(_AccumulateGrad))
         self._unprepared.find(found)
 
     def on_gradients(self, step: Step) -> None:
@@ -217,8 +223,10 @@ class GradientContract(StepListener):
         known = self._known(optimizer, loop.step)
         if known.stray and self._context.num_sharing > 1:
             covers = self._context.engine.covers
-            stray = [p for p in known.stray if p.grad is not None and not covers(p)]
-            stray = [p for p in stray if not self._unprepared.is_filled_by_hand(p)]
+            stray = [p for p in known.stray if p.grad is not None]
+            by_hand = self._unprepared.filled_by_hand(stray) if stray else ()
+            # For each of the others the models are walked.
+            stray = [p for p in stray if id(p) not in by_hand and not covers(p)]
             if stray:
                 raise StepError(
                     STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
@@ -256,9 +264,13 @@ class GradientContract(StepListener):
             if any(id(p) in self._param_ids for p in wrapper.parameters()):
                 raise StepError(WRAPPED.format(name=type(wrapper).__name__))
 
-    def _check_nodes(self, found: Iterable[object]) -> None:
+    def _held_by(self, nodes: Iterable[Any]) -> set[int]:
+        """Return the ids of prepared parameters whose gradients these nodes accumulate."""
+        return {id(node.variable) for node in nodes} & self._param_ids
+
+    def _check_nodes(self, nodes: Iterable[Any]) -> None:
         # Torch makes such an object for a script that asks for it, and shows no hooks of it.
-        held = {id(node.variable) for node in found if isinstance(node, _AccumulateGrad)} & self._param_ids
+        held = self._held_by(nodes)
         for model in self._models if held else ():
             for name, param in model.named_parameters():
                 if id(param) in held:

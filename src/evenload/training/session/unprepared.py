@@ -42,7 +42,9 @@ class UnpreparedUses:
         self._received: list[tuple[weakref.ref[torch.Tensor], int]] = []
         """Those that received a gradient, each with its version after that."""
         self._by_hand: set[int] = set()
-        """Ids of tensors of which an optimizer was asked about; they are watched as long as they live."""
+        """Ids of what `filled_by_hand` has found; it is watched as long as it lives."""
+        self._reached: set[int] = set()
+        """Ids of tensors whose present gradient a backward gave, or a part of it."""
         self._num_backwards = 0
         self._compared: set[str] = set()
         """The workers whose modules were compared with those of this rank."""
@@ -100,6 +102,8 @@ class UnpreparedUses:
                 )
         if self._tensors:
             self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
+        if self._reached:
+            self._reached &= {id(ref()) for ref, mark in self._tensors if mark is not None}
         if not self._compared.issuperset(self._context.groups.membership.workers):
             self._handles += [m.register_forward_pre_hook(self._note) for m in _alive(self._others)]
 
@@ -116,19 +120,21 @@ class UnpreparedUses:
         for ref, before in self._tensors:
             if (tensor := ref()) is not None and _mark(tensor) != before:
                 self._received.append((ref, tensor._version))
+                self._reached.add(id(tensor))
         if compares:
             self._compare()
         self._num_backwards += 1
         if self._num_backwards == _NUM_WATCHED:
-            received = {id(ref()) for ref, _ in self._received}
-            self._tensors = [(ref, None) for ref, _ in self._tensors if id(ref()) in received | self._by_hand]
+            kept = self._reached | self._by_hand
+            self._tensors = [(ref, None) for ref, _ in self._tensors if id(ref()) in kept]
 
-    def is_filled_by_hand(self, tensor: torch.Tensor) -> bool:
-        """Return whether the script gave this tensor its gradient, and no backward did: a copy of the model's weights."""
-        if self._context.groups.world_size == 1 or not any(ref() is tensor for ref, _ in self._tensors):
-            return False  # nobody knows
-        self._by_hand.add(id(tensor))
-        return not any(ref() is tensor for ref, _ in self._received)
+    def filled_by_hand(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the ids of those whose gradient the script set, and no backward: copies of the model's weights."""
+        if self._context.groups.world_size == 1:
+            return set()  # nobody knows
+        found = {id(ref()) for ref, _ in self._tensors}.intersection(map(id, tensors)) - self._reached
+        self._by_hand |= found
+        return found
 
     def release(self) -> None:
         for handle in self._handles:
