@@ -105,7 +105,7 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
 
 
 def connect_again(folder: Path) -> Client:
-    """Connect after a connection was lost: wait while a daemon that died is started again, by a runner or a service."""
+    """Connect to a daemon that has run: where it died, wait while it is started again, by a runner or a service."""
     until_s = time.monotonic() + _START_S
     while True:
         try:

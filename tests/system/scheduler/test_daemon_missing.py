@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from evenload.cli.queue import _service
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants
 from evenload.scheduler import paths, presence, user_service
+from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.client import connect
 from evenload.views.queue.text import notes
 from evenload.views.queue.view import JobFilter, view_of
@@ -55,7 +57,7 @@ def test_a_daemon_that_died_is_started_by_the_runners(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
-    """`submit --wait` outlives the daemon, as the job does."""
+    """`submit --wait` outlives the daemon, as the job does; and an interactive job's end is awaited where it died before."""
     with box() as queue:
         queue.settings("[cpu]\nslots = 1\n")
         queue.start()
@@ -78,6 +80,12 @@ def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
         finally:
             waiting.kill()
             waiting.wait()
+        queue.kill()
+        starting = threading.Timer(0.3, queue.start)
+        starting.start()
+        (status,) = LocalBackend(queue.folder).wait(["1"])
+        starting.join()
+    assert status.reason == "exit code 3"
     assert (waiting.returncode, "job 1 failed: exit code 3" in said) == (3, True), said
 
 

@@ -93,7 +93,7 @@ class LocalBackend(SchedulerBackend):
 
     def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
         """Yield each job's status when it has ended, until all have; a daemon that dies meanwhile is waited for."""
-        left, last, client = list(ids), 0, connect(self.queue, start=False)
+        left, last, client = list(ids), 0, connect_again(self.queue)
         while left:
             with client:
                 try:
