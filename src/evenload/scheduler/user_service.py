@@ -58,10 +58,7 @@ def is_offered(folder: Path) -> bool:
 def install(folder: Path, stop: Callable[[], None], start: Callable[[], None]) -> Path:
     """Write the unit and have systemd start it now and at boot.
 
-    Args:
-        folder: of the queue.
-        stop: ends a daemon that runs; called once systemd is there.
-        start: starts it again; called where systemd has refused to.
+    `stop` ends a daemon that runs, once systemd is there; `start` starts it again where systemd then refuses to.
 
     Raises:
         QueueError: this machine, or this login, has no systemd; the message has a line for cron.

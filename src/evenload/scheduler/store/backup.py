@@ -145,10 +145,9 @@ def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
                 fence = attempt.runner_fence
                 files = attempt_folder(folder, job.id, fence.attempt)
                 has_gone_on = not files.exists() and (attempt.runner is not None or written_s > attempt.began_s)
-                if has_gone_on or (attempt.runner is None and _size(files / ATTEMPT_STARTED)):
-                    store.record(events.Lost(store.queue_state.time_s, job.id, _NO_END))
-                else:
+                if not has_gone_on and (attempt.runner is not None or begun.get(job.id, 0) < fence.attempt):
                     continue
+                store.record(events.Lost(store.queue_state.time_s, job.id, _NO_END))
             else:
                 has_output = written_s > (job.since_s + _SAME_S if job.attempt else -math.inf)
                 if job.is_held or not (has_output or begun.get(job.id, 0) > job.attempt):
@@ -165,16 +164,9 @@ def _begun_attempts(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in (folder / ATTEMPTS).glob(f"*.*/{ATTEMPT_STARTED}"):
         job, _, attempt = path.parent.name.rpartition(".")
-        if attempt.isdecimal() and _size(path):
+        if attempt.isdecimal() and path.stat().st_size:
             found[job] = max(found.get(job, 0), int(attempt))
     return found
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _migrate(database: Path) -> None:
