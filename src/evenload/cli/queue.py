@@ -151,7 +151,6 @@ def _ray(address: str | None, port: int | None) -> None:
 
 
 def _service(folder: Path) -> None:
-    from evenload.errors import QueueError
     from evenload.scheduler.client import connect
     from evenload.scheduler.presence import is_running
     from evenload.scheduler.user_service import install
@@ -167,12 +166,11 @@ def _service(folder: Path) -> None:
         while is_running(folder) and time.monotonic() < until_s:
             time.sleep(0.05)
 
-    try:
-        print(f"the queue's daemon starts at boot, and again if it dies: {install(folder, stop)}")
-    except QueueError:
+    def start() -> None:
         if has_run:
-            connect(folder).close()  # started again if it was stopped
-        raise
+            connect(folder).close()
+
+    print(f"the queue's daemon starts at boot, and again if it dies: {install(folder, stop, start)}")
 
 
 def _report(folder: Path, given: list[str], by: str | None, form: str) -> None:

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from evenload.errors import QueueError
 from evenload.job.protocol import VARIABLE
@@ -18,6 +19,7 @@ from evenload.scheduler import messages, paths
 _START_S = 60.0
 _RETRY_S = 0.5
 _DAEMON = "evenload.scheduler.daemon"
+_T = TypeVar("_T")
 
 
 class Client:
@@ -104,8 +106,19 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
     return Client(where, connection, timeout_s)
 
 
-def connect_again(folder: Path) -> Client:
-    """Connect after a connection was lost: wait while a daemon that died is started again, by a runner or a service."""
+def with_daemon(folder: Path, work: Callable[[Client], _T]) -> _T:
+    """Return what `work` returns for a connection; where the daemon dies, begin it again once that was started again."""
+    while True:
+        with _connect_again(folder) as client:
+            try:
+                return work(client)
+            except QueueError:
+                if not client.is_closed:
+                    raise
+
+
+def _connect_again(folder: Path) -> Client:
+    """Connect to a daemon that has run: where it died, wait while it is started again, by a runner or a service."""
     until_s = time.monotonic() + _START_S
     while True:
         try:

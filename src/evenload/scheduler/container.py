@@ -50,9 +50,7 @@ def container_command(
         options += [f"--volume={mount}:{mount}" for mount in shown]
         options += [f"--env={name}" for name in passed]
         options += [f"--device=nvidia.com/gpu={gpu}" for gpu in gpus]
-        options += (
-            ["--interactive", "--tty"] if has_terminal else []
-        )  # apptainer has the terminal that it is started in
+        options += ["--interactive", "--tty"] if has_terminal else []  # apptainer has that in which it is started
         return [runtime, "run", *options, image, *command], started_with
     options = [f"--bind={mount}:{mount}" for mount in shown]
     options += ["--no-home", f"--pwd={folder}", *(["--nv"] if gpus else [])]

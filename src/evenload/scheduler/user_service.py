@@ -55,8 +55,10 @@ def is_offered(folder: Path) -> bool:
     return folder != paths.SYSTEM_FOLDER and shutil.which("systemctl") is not None and not unit_path().exists()
 
 
-def install(folder: Path, stop: Callable[[], None]) -> Path:
-    """Write the unit and have systemd start it now and at boot; `stop` ends a daemon that runs, once systemd is there.
+def install(folder: Path, stop: Callable[[], None], start: Callable[[], None]) -> Path:
+    """Write the unit and have systemd start it now and at boot.
+
+    `stop` ends a daemon that runs, once systemd is there; `start` starts it again where systemd then refuses to.
 
     Raises:
         QueueError: this machine, or this login, has no systemd; the message has a line for cron.
@@ -67,7 +69,8 @@ def install(folder: Path, stop: Callable[[], None]) -> Path:
     if shutil.which("systemctl") is None:
         raise QueueError(f"this machine has no systemd; {cron}")
     path = unit_path()
-    if path.exists() and f"--queue {_quoted(str(folder))} " not in path.read_text():
+    before = path.read_text() if path.exists() else None
+    if before is not None and f"--queue {_quoted(str(folder))} " not in before:
         raise QueueError(
             f"{path} is the unit of another queue, and there is one for each user: systemctl --user disable --now {UNIT} and "
             f"remove that file first; {cron}"
@@ -79,7 +82,11 @@ def install(folder: Path, stop: Callable[[], None]) -> Path:
         stop()
         _run("systemctl", "--user", "enable", "--now", UNIT)
     except QueueError as error:
-        path.unlink()
+        if before is None:
+            path.unlink()
+        else:  # it starts the queue at boot, also where this login can't reach systemd
+            path.write_text(before)
+        start()
         raise QueueError(f"{error}; nothing was changed; {cron}") from None
     try:
         _run("loginctl", "enable-linger")

@@ -170,8 +170,8 @@ def test_much_output_arrives_whole(box: Box) -> None:
 
 
 def test_a_program_that_ends_at_once_is_shown(box: Box) -> None:
-    """Also where it has ended before its terminal could be connected."""
-    for number in range(6):
+    """Also where it has ended before its terminal could be connected (`tests/unit/scheduler/test_terminal.py`)."""
+    for number in range(2):
         with terminal(box, "--", "echo", f"text-{number}") as shown:
             assert shown.ended() == 0
             assert re.search(rf"^text-{number}\r?$", shown.text, re.MULTILINE), shown.text

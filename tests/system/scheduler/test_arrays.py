@@ -56,8 +56,8 @@ def test_an_array_after_an_array(tmp_path: Path) -> None:
         queue.client().close()
         backend = LocalBackend(queue.folder)
 
-        def submit(num: int, after: tuple[str, ...] = ()) -> tuple[str, ...]:
-            afters = tuple(After(name) for name in after)
+        def submit(num: int, after: tuple[str, ...] = (), on: str = "ok") -> tuple[str, ...]:
+            afters = tuple(After(name, on) for name in after)
             job = JobFile(command=("true",), array=tuple(range(num)), after=afters, folder=str(tmp_path))
             return backend.submit(backend.build_request(job))
 
@@ -74,4 +74,6 @@ def test_an_array_after_an_array(tmp_path: Path) -> None:
             submit(300, sweep)
         (between,) = submit(1, sweep)
         assert len(submit(300, (between,))) == 300
+        queue.call("cancel", jobs=list(sweep))
+        assert len(submit(300, sweep, "any")) == 300, "nothing is left to follow"
         queue.call("cancel", jobs=[blocks], now=True)

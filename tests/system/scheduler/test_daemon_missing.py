@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from evenload.cli.queue import _service
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants
 from evenload.scheduler import paths, presence, user_service
+from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.client import connect
 from evenload.views.queue.text import notes
 from evenload.views.queue.view import JobFilter, view_of
@@ -50,12 +52,11 @@ def test_a_daemon_that_died_is_started_by_the_runners(tmp_path: Path) -> None:
         pid = queue.call("status")["pid"]
         os.kill(pid, signal.SIGTERM)
         until(lambda: not presence.is_running(queue.folder), queue.log)
-        time.sleep(3.0)
-        assert not presence.is_missing(queue.folder) and not presence.is_running(queue.folder)
+        assert not presence.is_missing(queue.folder), "runners start one that is missing"
 
 
 def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
-    """`submit --wait` outlives the daemon, as the job does."""
+    """`submit --wait` outlives the daemon, as the job does; and an interactive job's end is awaited where it died before."""
     with box() as queue:
         queue.settings("[cpu]\nslots = 1\n")
         queue.start()
@@ -78,6 +79,12 @@ def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
         finally:
             waiting.kill()
             waiting.wait()
+        queue.kill()
+        starting = threading.Timer(0.3, queue.start)
+        starting.start()
+        (status,) = LocalBackend(queue.folder).wait(["1"])
+        starting.join()
+    assert status.reason == "exit code 3"
     assert (waiting.returncode, "job 1 failed: exit code 3" in said) == (3, True), said
 
 
@@ -93,7 +100,7 @@ def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert unit["Service"]["KillMode"] == "process", "jobs would end with the daemon"
     if shutil.which("systemctl") is None:
         with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):
-            user_service.install(tmp_path / "queue", lambda: None)
+            user_service.install(tmp_path / "queue", lambda: None, lambda: None)
         assert not user_service.is_offered(tmp_path)
 
 
@@ -121,12 +128,8 @@ def test_a_service_leaves_a_daemon_stopped_that_was_stopped(tmp_path: Path) -> N
 def test_a_queue_goes_on_where_systemd_refuses_its_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    """As for a login without a bus: the daemon runs, and the unit is offered again."""
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f'#!/bin/sh\ncase "$*" in *{fails_at}*) echo no bus >&2; exit 1;; esac\n')
-    systemctl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    """As for a login without a bus: the daemon runs, and the unit is offered again. An earlier unit stays."""
+    _pretend_systemd(tmp_path, monkeypatch, fails_at)
     with box() as queue:
         queue.start()
         before = queue.call("status")["pid"]
@@ -134,11 +137,37 @@ def test_a_queue_goes_on_where_systemd_refuses_its_service(
             _service(queue.folder)
         assert (queue.call("status")["pid"] == before) == (fails_at == "daemon-reload")
         assert user_service.is_offered(queue.folder)
+        earlier = user_service.unit_text(queue.folder).replace("on-failure", "always")
+        user_service.unit_path().write_text(earlier)
+        with pytest.raises(QueueError, match="nothing was changed"):
+            _service(queue.folder)
+        assert user_service.unit_path().read_text() == earlier
         user_service.unit_path().write_text(user_service.unit_text(queue.folder / "other"))
         with pytest.raises(QueueError, match="the unit of another queue"):
             _service(queue.folder)
         queue.call("stop")
         assert queue.daemon is not None and queue.daemon.wait(60) == 0
+
+
+def test_a_daemon_of_systemd_has_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit works and is starting, but not at boot: no other daemon may take its place meanwhile."""
+    _pretend_systemd(tmp_path, monkeypatch, "enable-linger")
+    with box() as queue:
+        queue.start()
+        queue.client().close()
+        with pytest.raises(QueueError, match=r"works while you are logged in, but .* failed: no bus; with cron"):
+            _service(queue.folder)
+        assert not presence.is_running(queue.folder), "systemd's would fail and be started again each second"
+
+
+def _pretend_systemd(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+    """Have commands that start nothing in place of systemd's; the one with `fails_at` in its command line fails."""
+    for name in ("systemctl", "loginctl"):
+        path = folder / name
+        path.write_text(f'#!/bin/sh\ncase "$*" in *{fails_at}*) echo no bus >&2; exit 1;; esac\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
 
 
 def test_a_folder_in_which_no_daemon_can_start_is_named(tmp_path: Path) -> None:

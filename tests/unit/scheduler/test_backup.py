@@ -234,6 +234,27 @@ def test_a_repair_holds_back_a_job_whose_program_runs_without_the_queue(tmp_path
     assert backup.repair(tmp_path).held == ("1",)
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_repair_holds_back_a_job_that_began_anew_and_prints_nothing(tmp_path: Path, has_begun: bool) -> None:
+    """It waits by the log. A second program would share the files of the one that runs."""
+    with QueueStore(tmp_path, holder="test") as store:
+        store.anchor = ClockAnchor(boot_id(), time.time() - boottime_s(), 0.0)
+        now_s = time.time()
+        store.record(events.DeviceAdded(now_s, Device("d0", "h")))
+        store.record(events.Submitted(now_s, "1", spec()), extra={"command": ["true"]})
+        store.record(events.Placed(now_s, "1", ("d0",), 1))
+        store.record(events.Yielded(now_s, "1"))
+        store.commit()
+    backup.back_up(tmp_path)
+    (tmp_path / DATABASE).write_bytes(b"")
+    (tmp_path / paths.LOGS).mkdir()
+    paths.log_path(tmp_path, "1").write_text("of its first attempt")
+    attempt = paths.attempt_folder(tmp_path, "1", 2)
+    attempt.mkdir(parents=True)
+    (attempt / paths.ATTEMPT_STARTED).write_text("12.0" if has_begun else "")
+    assert backup.repair(tmp_path).held == (("1",) if has_begun else ())
+
+
 @pytest.mark.parametrize("has_backup", [True, False])
 def test_a_repair_keeps_the_queues_time(tmp_path: Path, has_backup: bool) -> None:
     """Without its origin, a clock that was set forward would count as time for which jobs have run."""

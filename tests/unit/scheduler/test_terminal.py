@@ -46,3 +46,16 @@ def test_another_users_client_is_refused(tmp_path: Path) -> None:
     for descriptor in (log, wakeup, end):
         os.close(descriptor)
     assert (tmp_path / "log").read_bytes() == b"hello\r\n"
+
+
+def test_a_program_may_end_before_its_client_comes(tmp_path: Path) -> None:
+    """Its output waits for the client."""
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    terminal = ProgramTerminal(tmp_path, os.geteuid(), log)
+    os.write(terminal.slave, b"hello\n")
+    terminal.has_started()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(tmp_path / SOCKET))
+        terminal.close()
+        assert client.recv(100) == frame(b"d", b"hello\r\n")
+    os.close(log)

@@ -15,7 +15,7 @@ from typing import Any
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import paths, validation
 from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, check_resolved
-from evenload.scheduler.client import connect, connect_again
+from evenload.scheduler.client import Client, connect, with_daemon
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import JobState
@@ -93,22 +93,18 @@ class LocalBackend(SchedulerBackend):
 
     def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
         """Yield each job's status when it has ended, until all have; a daemon that dies meanwhile is waited for."""
-        left, last, client = list(ids), 0, connect(self.queue, start=False)
+        left, last = list(ids), 0
+
+        def ended(client: Client) -> list[JobStatus]:
+            nonlocal last
+            last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+            found = [_status_of(client.call("job", job=job)["job"]) for job in left]
+            return [status for status in found if status.has_ended]
+
         while left:
-            with client:
-                try:
-                    while left:
-                        last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
-                        for job in list(left):
-                            status = _status_of(client.call("job", job=job)["job"])
-                            if status.has_ended:
-                                left.remove(job)
-                                yield status
-                except QueueError:
-                    if not client.is_closed:
-                        raise
-            if left:
-                client = connect_again(self.queue)
+            for status in with_daemon(self.queue, ended):
+                left.remove(status.id)
+                yield status
 
 
 def snapshot_folder(queue: Path | None = None) -> Path:

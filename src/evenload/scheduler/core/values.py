@@ -132,7 +132,7 @@ class JobSpec:
     deadline_s: float | None = None
     """When it is to have ended, by the queue's time; only policy ``cost`` plans for it."""
     delays: tuple[str, ...] = ()
-    """Those of these two that its owner gave as a time from then on, not as a time of day: a wall clock that is set leaves them."""
+    """Those of both that its owner gave as time from then on, not as a time of day: they last as long where a clock is set."""
     after: tuple[After, ...] = ()
     array: str = ""
     array_limit: int | None = None

@@ -19,7 +19,7 @@ from pathlib import Path
 from evenload.errors import EvenloadError, QueueError
 from evenload.scheduler.clock import ClockAnchor, QueueClock, wall_s
 from evenload.scheduler.core import events
-from evenload.scheduler.paths import ATTEMPT_STARTED, BACKUPS, attempt_folder, log_path
+from evenload.scheduler.paths import ATTEMPT_STARTED, ATTEMPTS, BACKUPS, attempt_folder, log_path
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.lock import WriterLock
@@ -129,9 +129,11 @@ def repair(folder: Path) -> Repair:
 def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
     """Hold back the jobs of the queue in `made` that have gone on since its last event, as the files in `folder` show.
 
-    One that waits by the log has an output of later. One that runs has lost its attempt's files, which stay until its end is
-    recorded; or its program has begun, and the log has nothing of its runner, which can't be found any more.
+    One that waits by the log has an output of later, or the files of a later attempt, whose program may print nothing. One
+    that runs has lost its attempt's files, which stay until its end is recorded; or its program has begun, and the log has
+    nothing of its runner, which can't be found any more.
     """
+    begun = _begun_attempts(folder)
     with QueueStore(made, holder="evenload queue repair") as store:
         ahead_s = 0.0 if store.anchor is None else QueueClock(store.anchor, store.queue_state.time_s).ahead_s
         held = []
@@ -143,12 +145,13 @@ def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
                 fence = attempt.runner_fence
                 files = attempt_folder(folder, job.id, fence.attempt)
                 has_gone_on = not files.exists() and (attempt.runner is not None or written_s > attempt.began_s)
-                if has_gone_on or (attempt.runner is None and _size(files / ATTEMPT_STARTED)):
-                    store.record(events.Lost(store.queue_state.time_s, job.id, _NO_END))
-                else:
+                if not has_gone_on and (attempt.runner is not None or begun.get(job.id, 0) < fence.attempt):
                     continue
-            elif job.is_held or written_s <= (job.since_s + _SAME_S if job.attempt else -math.inf):
-                continue
+                store.record(events.Lost(store.queue_state.time_s, job.id, _NO_END))
+            else:
+                has_output = written_s > (job.since_s + _SAME_S if job.attempt else -math.inf)
+                if job.is_held or not (has_output or begun.get(job.id, 0) > job.attempt):
+                    continue
             if job.id in store.queue_state.jobs:
                 store.record(events.JobHeld(store.queue_state.time_s, job.id))
                 held.append(job.id)
@@ -156,11 +159,14 @@ def _hold_begun(made: Path, folder: Path) -> tuple[str, ...]:
     return tuple(held)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def _begun_attempts(folder: Path) -> dict[str, int]:
+    """Return the newest attempt of each job whose program has begun, and whose files are still there."""
+    found: dict[str, int] = {}
+    for path in (folder / ATTEMPTS).glob(f"*.*/{ATTEMPT_STARTED}"):
+        job, _, attempt = path.parent.name.rpartition(".")
+        if attempt.isdecimal() and path.stat().st_size:
+            found[job] = max(found.get(job, 0), int(attempt))
+    return found
 
 
 def _migrate(database: Path) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import paths
-from evenload.scheduler.client import connect, connect_again
+from evenload.scheduler.client import Client, connect, with_daemon
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
 from evenload.scheduler.job_lookup import job_state
@@ -62,24 +62,18 @@ def run_interactively(queue: Path, job: str) -> bool:
 
 def _started(queue: Path, job: str) -> int | None:
     """Return the attempt that runs; None where the job has ended. A daemon that dies meanwhile is waited for."""
-    last, is_first, client = 0, True, connect(queue, start=False)
-    while True:
-        with client:
-            try:
-                while True:
-                    row = client.call("job", job=job)["job"]
-                    if row["state"] in ENDED:
-                        return None
-                    if row["state"] == JobState.RUNNING:
-                        return int(row["attempt"])
-                    if is_first:
-                        print(f"waiting for devices; Ctrl-C cancels job {job}", file=sys.stderr, flush=True)
-                        is_first = False
-                    last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
-            except QueueError:
-                if not client.is_closed:
-                    raise
-        client = connect_again(queue)
+    last, is_first = 0, True
+
+    def attempt_of(client: Client) -> int | None:
+        nonlocal last, is_first
+        while (row := client.call("job", job=job)["job"])["state"] not in (*ENDED, JobState.RUNNING):
+            if is_first:
+                print(f"waiting for devices; Ctrl-C cancels job {job}", file=sys.stderr, flush=True)
+                is_first = False
+            last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+        return int(row["attempt"]) if row["state"] == JobState.RUNNING else None
+
+    return with_daemon(queue, attempt_of)
 
 
 def _connected(queue: Path, job: str, attempt: int) -> socket.socket | None:
