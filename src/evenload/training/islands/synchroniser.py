@@ -25,7 +25,7 @@ from evenload.errors import ConfigError
 from evenload.job import stop_requested
 from evenload.training.comm.control import Operation
 from evenload.training.comm.islands import IslandLink, IslandMap
-from evenload.training.islands.learning_rates import LearningRates
+from evenload.training.islands.learning_rates import NUM_VALUES, LearningRates
 from evenload.training.islands.opening_line import describe
 from evenload.training.islands.planner import IslandPlanner
 from evenload.training.islands.reports import IslandReports
@@ -324,7 +324,7 @@ class IslandSynchroniser(StepListener):
             self._seconds = []
             if isinstance(planner, IslandPlanner) and planner.by_speed:
                 own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
-            rates = (0.0, 0.0) if self._rates is None else self._rates.row()
+            rates = (0.0,) * NUM_VALUES if self._rates is None else self._rates.row()
             row = [self._context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0, *rates]
             if self._report_at % self._every == 0:
                 stops = stop_requested() and self._context.spec.mode == "train"
@@ -350,7 +350,7 @@ class IslandSynchroniser(StepListener):
         if any(shares):
             self._divide(shares)
         self._report_next(due, gap)
-        LearningRates.check([row[5:7] for row in reports.rows], self._islands.leaders)
+        LearningRates.check([row[5 : 5 + NUM_VALUES] for row in reports.rows], self._islands.leaders)
         if due % self._every:
             return
         context.engine.elapsed_s = reports.rows[0][0]
