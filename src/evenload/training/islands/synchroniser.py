@@ -84,15 +84,14 @@ class IslandSynchroniser(StepListener):
         self._rates: LearningRates | None = None
         """Where all islands take the same steps, and so have the same rates at each."""
         self._ends: tuple[int, int] | None = (1, 1)
-        self._began_inside = False
-        """The running body is not that of the first step of a round."""
         self._reported = False
         self._asks = False
         """`run.checkpoint` was called between two synchronisations."""
         self.owes_checkpoint = False
         """The same on any rank, and they are synchronised now."""
         context.loop.defers_stop = True
-        context.control.is_between_meetings = lambda: context.loop.step is not None and self._began_inside
+        if config.local_steps == "auto" and len(islands) > 1:
+            context.control.islands_apart = lambda: context.loop.step is not None
 
     # -- what others need to know ---------------------------------------------------------------------------------------
 
@@ -143,7 +142,6 @@ class IslandSynchroniser(StepListener):
         elif step.index > 0:
             self._outer.hide()  # a loop over run.batches that was left may not have ended
             self.catch_up()
-        self._began_inside = self._is_inside
         if not self._is_inside:
             for scheduler in self._followed:
                 scheduler.begin()
