@@ -153,7 +153,7 @@ def met_inside(folder: str) -> list[str]:
         optimizer.zero_grad()
         try:
             run._context.control.check_open(Operation.ANY)  # run.any would wait for the others where it is no error
-            found.append(str(run.any(False)))
+            found.append("no error")
         except StepError as error:
             found.append(str(error))
     found.append(str(run.any(False)))
@@ -289,10 +289,10 @@ def test_what_islands_cannot_do_is_named(name: str, ranks: list[dict[str, Any]])
 
 
 def test_islands_at_different_steps_do_not_meet(ranks: list[dict[str, Any]]) -> None:
-    """In the first step of a round all are together, and after the loop."""
+    """Not even in the step that all begin together: a fast island has several batches of that index."""
     for seen, num_batches in zip(ranks, (6, 6, 2), strict=True):
         texts = ["error" if "calls run.any inside a loop" in text else text for text in seen["met_inside"]]
-        assert texts == ["False", *["error"] * (num_batches - 1), "False"]
+        assert texts == [*["error"] * num_batches, "False"]
 
 
 def test_a_schedule_by_the_loss_of_an_island_is_named(ranks: list[dict[str, Any]]) -> None:

@@ -218,6 +218,24 @@ def test_an_endless_sampler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         next(iter(rank))
 
 
+class Short(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_a_batch_sampler_over_a_sampler_without_a_length() -> None:
+    """It has a `__len__`, which raises."""
+    (rank,) = make_ranks(Board((1,)), DataLoader(DATA, batch_sampler=BatchSampler(Short(), 4, drop_last=False)))
+    assert [flat(joined(batch)) for batch in lockstep([rank])] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_batch_sampler_of_too_many_keys_is_refused() -> None:
+    sampler = RandomSampler(DATA, replacement=True, num_samples=1 << 32)
+    (rank,) = make_ranks(Board((1,)), DataLoader(DATA, batch_sampler=BatchSampler(sampler, 4, drop_last=True)))
+    with pytest.raises(DataError, match=r"BatchSampler has 4,294,967,296 keys"):
+        next(iter(rank))
+
+
 def test_an_empty_list_of_a_batch_sampler_is_refused() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(DATA, batch_sampler=[[1, 2], []]))
     with pytest.raises(DataError, match="batch 1 of the batch_sampler is empty"):

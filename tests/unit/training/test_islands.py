@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     ExponentialLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
     OneCycleLR,
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import (
 from evenload.errors import DataError, StepError
 from evenload.training.comm.islands import IslandLink, IslandMap
 from evenload.training.comm.pending import Pending
+from evenload.training.islands.learning_rates import LearningRates
 from evenload.training.islands.schedulers import FollowedScheduler
 from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, ReportTimes, at_least_one, blocks_of
 from evenload.training.parallel.outer import OuterState
@@ -188,3 +191,51 @@ def test_errors_of_a_checkpoint_follow_the_weights_to_their_device() -> None:
     wire.load_state_dict({"errors": {"weight": torch.ones(6)}, "total_per_own": 2.0})
     wire.gather({"weight": torch.zeros(2, 3, device="meta"), "bias": torch.zeros(2, device="meta")})
     assert [(tensor.device.type, tensor.numel()) for tensor in sent] == [("meta", 6), ("meta", 2)]
+
+
+def _optimizer(lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def test_schedules_that_round_differently_are_equal() -> None:
+    """As on unlike machines: a cosine that differs in its last digits, to the end, where its rate comes near 0."""
+    num_steps = 1000
+    rates = []
+    for ulps in (0, 1, -1):
+        optimizer = _optimizer()
+
+        def factor(step: int, ulps: int = ulps) -> float:
+            cosine = math.cos(math.pi * step / num_steps)
+            return (1 + math.nextafter(cosine, ulps * math.inf) if ulps else 1 + cosine) / 2
+
+        rates.append((LearningRates([optimizer], []), optimizer, LambdaLR(optimizer, factor)))
+    unlike = 0
+    for _ in range(num_steps - 1):
+        rows = [rate.row() for rate, _, _ in rates]
+        unlike += len({row[0] for row in rows}) > 1
+        LearningRates.check(rows, [0, 1, 2])
+        for _, optimizer, scheduler in rates:
+            optimizer.step()
+            scheduler.step()
+    assert unlike > num_steps / 2
+
+
+def test_schedules_that_part_are_named() -> None:
+    """By the rate, or before it by the metric; a metric of all that unlike devices round differently is the same."""
+    for metrics, factor, words in (
+        ((1.0, 1.0 + 1e-6), 1.0, ""),
+        ((1.0, 1.001), 1.0, r"learning rates 0.1, 0.1\)"),
+        ((1.0, 1.0), 0.5, r"learning rates 0.1, 0.05\)"),
+        ((math.inf, 1.0), 1.0, r"learning rates 0.1, 0.1\)"),
+    ):
+        rows = []
+        for metric, rate in zip(metrics, (0.1, 0.1 * factor), strict=True):
+            optimizer = _optimizer(rate)
+            plateau = ReduceLROnPlateau(optimizer)
+            plateau.step(metric)
+            rows += 2 * [LearningRates([optimizer], [plateau]).row()]
+        if words:
+            with pytest.raises(StepError, match=words):
+                LearningRates.check(rows, [0, 2])
+        else:
+            LearningRates.check(rows, [0, 2])

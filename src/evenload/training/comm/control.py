@@ -116,7 +116,7 @@ class Control:
         self._groups = groups
         self.apart = False
         """True while ranks take different numbers of steps (strategy ``async``): calls of all ranks together are errors."""
-        self.is_between_meetings: Callable[[], bool] = lambda: False
+        self.islands_apart: Callable[[], bool] = lambda: False
         """Returns whether islands are at different steps (``local_steps="auto"``): calls of all ranks together are errors."""
         self.meets_later: Callable[[], None] | None = None
         """Ends such a time on this rank, whose script has left its loop by an exception, and may have caught it."""
@@ -287,11 +287,10 @@ class Control:
                 f"the script {_DOING[operation]} inside a loop over a prepared loader. Under strategy='async' the ranks take "
                 "different numbers of steps there and can't meet; call it after the loop"
             )
-        if (operation in _TOGETHER or operation is Operation.ANY) and self.is_between_meetings():
+        if self.islands_apart() and (operation in _TOGETHER or operation is Operation.ANY):
             raise StepError(
                 f"the script {_DOING[operation]} inside a loop over a prepared loader. With local_steps='auto' islands are at "
-                "different steps there and can't meet; call it after the loop, in the body of a step that is a multiple of "
-                "sync_every, where all begin together, or set local_steps='equal'"
+                "different steps there and can't meet; call it after the loop, or set local_steps='equal'"
             )
         if self._groups.closed:
             raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")

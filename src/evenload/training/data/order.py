@@ -22,7 +22,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from evenload.errors import DataError, PeerLostError
 from evenload.training.data import checks, randomness
@@ -303,19 +303,29 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _draw_keys(sampler: Any) -> list[Any]:
-    if hasattr(sampler, "__len__") and len(sampler) > MAX_KEYS:
+    num_keys = _num_keys(sampler)
+    if num_keys is not None and num_keys > MAX_KEYS:
         raise DataError(
-            f"{type(sampler).__qualname__} has {len(sampler):,} keys, and all of an epoch are drawn when it begins, at most "
+            f"{type(sampler).__qualname__} has {num_keys:,} keys, and all of an epoch are drawn when it begins, at most "
             f"{MAX_KEYS:,}: let an epoch have fewer (num_samples), and loop over epochs. shuffle=True, and "
-            "RandomSampler(dataset, replacement=True, num_samples=...) without a generator, may have any number"
+            "sampler=RandomSampler(dataset, replacement=True, num_samples=...) without a generator, may have any number"
         )
-    keys = list(itertools.islice(sampler, MAX_ENDLESS + 1)) if not hasattr(sampler, "__len__") else list(sampler)
-    if len(keys) > MAX_ENDLESS and not hasattr(sampler, "__len__"):
+    keys = list(itertools.islice(sampler, MAX_ENDLESS + 1)) if num_keys is None else list(sampler)
+    if len(keys) > MAX_ENDLESS and num_keys is None:
         raise DataError(
             f"{type(sampler).__qualname__} has no __len__ and yielded more than {MAX_ENDLESS:,} keys: an epoch needs an "
             f"end; add a __len__, or end it with itertools.islice"
         )
     return keys
+
+
+def _num_keys(sampler: Any) -> int | None:
+    """Return about how many keys a sampler will draw; None if it has no length."""
+    try:
+        num_keys = len(sampler)
+    except TypeError:  # torch's BatchSampler has the method also where the sampler in it has none
+        return None
+    return num_keys * (sampler.batch_size if type(sampler) is BatchSampler else 1)
 
 
 def _pack(header: dict[str, Any], keys: list[int]) -> list[int]:

@@ -25,7 +25,7 @@ from evenload.errors import ConfigError
 from evenload.job import stop_requested
 from evenload.training.comm.control import Operation
 from evenload.training.comm.islands import IslandLink, IslandMap
-from evenload.training.islands.learning_rates import LearningRates
+from evenload.training.islands.learning_rates import NUM_VALUES, LearningRates
 from evenload.training.islands.opening_line import describe
 from evenload.training.islands.planner import IslandPlanner
 from evenload.training.islands.reports import IslandReports
@@ -84,15 +84,14 @@ class IslandSynchroniser(StepListener):
         self._rates: LearningRates | None = None
         """Where all islands take the same steps, and so have the same rates at each."""
         self._ends: tuple[int, int] | None = (1, 1)
-        self._began_inside = False
-        """The running body is not that of the first step of a round."""
         self._reported = False
         self._asks = False
         """`run.checkpoint` was called between two synchronisations."""
         self.owes_checkpoint = False
         """The same on any rank, and they are synchronised now."""
         context.loop.defers_stop = True
-        context.control.is_between_meetings = lambda: context.loop.step is not None and self._began_inside
+        if config.local_steps == "auto" and len(islands) > 1:
+            context.control.islands_apart = lambda: context.loop.step is not None
 
     # -- what others need to know ---------------------------------------------------------------------------------------
 
@@ -143,7 +142,6 @@ class IslandSynchroniser(StepListener):
         elif step.index > 0:
             self._outer.hide()  # a loop over run.batches that was left may not have ended
             self.catch_up()
-        self._began_inside = self._is_inside
         if not self._is_inside:
             for scheduler in self._followed:
                 scheduler.begin()
@@ -324,7 +322,7 @@ class IslandSynchroniser(StepListener):
             self._seconds = []
             if isinstance(planner, IslandPlanner) and planner.by_speed:
                 own_s = [planner.parts.means[self._islands.own] * time_s for time_s in own_s]
-            rates = (0.0, 0.0) if self._rates is None else self._rates.row()
+            rates = (0.0,) * NUM_VALUES if self._rates is None else self._rates.row()
             row = [self._context.engine.elapsed_s, 0.0, 0.0, 0.0, 0.0, *rates]
             if self._report_at % self._every == 0:
                 stops = stop_requested() and self._context.spec.mode == "train"
@@ -350,7 +348,7 @@ class IslandSynchroniser(StepListener):
         if any(shares):
             self._divide(shares)
         self._report_next(due, gap)
-        LearningRates.check([row[5:7] for row in reports.rows], self._islands.leaders)
+        LearningRates.check([row[5 : 5 + NUM_VALUES] for row in reports.rows], self._islands.leaders)
         if due % self._every:
             return
         context.engine.elapsed_s = reports.rows[0][0]
