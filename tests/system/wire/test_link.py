@@ -151,7 +151,9 @@ def test_a_dry_run_predicts_steps_from_what_an_earlier_run_computed(folders: lis
     compute_s = next(e.fields["compute_s"] for e in read_events(folders[0] / "runs" / "fp32") if e.kind == "advice")
     assert f"a step computed for {compute_s:.3g} s on the slowest rank" in text
     predicted = re.search(r'wire="fp32": 4.2 MB, ([0-9.e-]+) s a step', text)
-    assert predicted and 0.15 < float(predicted[1]) < compute_s + 1.0, text  # 4.2 MB at 25 MB/s, or less on a busy machine
+    assert predicted and 0.15 < float(predicted[1]) < compute_s + 1.0, (
+        text
+    )  # 4.2 MB at 25 MB/s, or less on a busy machine
     assert "cheapest: wire=" in text
 
 
