@@ -96,8 +96,19 @@ def test_one_rank_can_call_itself(tmp_path: Path) -> None:
     assert run_ranks(_alone, 1, str(tmp_path)) == [2.0]
 
 
-def _threads_of_async(folder: str) -> list[str]:
+class _WithoutInfiniBand(rpc.TensorPipeRpcBackendOptions):
+    """As a torch that was built without it."""
+
+    def __init__(self, **options: Any) -> None:
+        if "ibv" in (options["_transports"] or ()):
+            raise RuntimeError("Unknown transport: ibv")
+        super().__init__(**options)
+
+
+def _threads_of_async(folder: str, has_infiniband: bool) -> list[str]:
     run = evenload.init(project_dir=folder)
+    if not has_infiniband:
+        rpc.TensorPipeRpcBackendOptions = _WithoutInfiniBand  # type: ignore[misc]
     start_rpc(run.rank, run.world_size, 20.0)
     names = []
     for path in Path("/proc/self/task").iterdir():
@@ -108,9 +119,10 @@ def _threads_of_async(folder: str) -> list[str]:
     return names
 
 
-def test_async_looks_for_no_messages_in_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_infiniband", [True, False])
+def test_async_looks_for_no_messages_in_shared_memory(tmp_path: Path, has_infiniband: bool) -> None:
     """The thread that does takes a whole core from the rank beside it, also while nothing is sent."""
-    for names in run_ranks(_threads_of_async, 2, str(tmp_path)):
+    for names in run_ranks(_threads_of_async, 2, str(tmp_path), has_infiniband):
         assert "TP_UV_loop" in names and "TP_SHM_reactor" not in names, names
 
 

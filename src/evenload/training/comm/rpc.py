@@ -9,6 +9,7 @@ So a script needs no further port, also under torchrun, srun and on several mach
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ SCHEME = "evenload"
 INIT_METHOD = f"{SCHEME}://"
 _TRANSPORTS = ["ibv", "uv"]
 """InfiniBand, or sockets. Torch's third one, shared memory, takes a whole core of each rank to look for messages."""
+_SOCKETS = ["uv"]
 _END_S = 10
 """Time in which all ranks end RPC after the run has ended well on all of them."""
 
@@ -45,9 +47,13 @@ def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
     from torch.distributed import rpc
 
     try:
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=INIT_METHOD, rpc_timeout=timeout_s, _transports=_TRANSPORTS
+        make_options = functools.partial(
+            rpc.TensorPipeRpcBackendOptions, init_method=INIT_METHOD, rpc_timeout=timeout_s
         )
+        try:
+            options = make_options(_transports=_TRANSPORTS)
+        except RuntimeError:  # this torch was built without InfiniBand
+            options = make_options(_transports=_SOCKETS)
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error
