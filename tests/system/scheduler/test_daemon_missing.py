@@ -82,8 +82,10 @@ def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
         queue.kill()
         starting = threading.Timer(0.3, queue.start)
         starting.start()
-        (status,) = LocalBackend(queue.folder).wait(["1"])
-        starting.join()
+        try:
+            (status,) = LocalBackend(queue.folder).wait(["1"])
+        finally:
+            starting.join()
     assert status.reason == "exit code 3"
     assert (waiting.returncode, "job 1 failed: exit code 3" in said) == (3, True), said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evenload.errors import ConfigError, QueueError
@@ -84,11 +84,10 @@ def changed_spec(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
         changes = {**changes, "needs": {**before.get("needs", {}), **changes["needs"]}}
     if "estimate_s" in changes:
         before["estimate_source"] = ""
-    if set(_TIMES) & changes.keys():  # one that isn't changed stays what it was
-        kept = [name for name in spec.delays if name not in changes]
-        given = [name for name in changes.get("delays", ()) if name in changes]
-        changes = {**changes, "delays": [*kept, *given]}
-    return _spec({**before, **changes})
+    found = _spec({**before, **changes})
+    kept = [name for name in spec.delays if name not in changes]  # a time that isn't changed stays what it was
+    given = [name for name in found.delays if name in changes and "delays" in changes]
+    return replace(found, delays=(*kept, *given))
 
 
 def _spec(row: Mapping[str, Any]) -> JobSpec:
