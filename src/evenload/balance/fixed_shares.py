@@ -32,12 +32,10 @@ class FixedShares:
         changed = sorted({*out} ^ {*self._out})
         leaves, self._out = len(out) > len(self._out), out
         names = f"{'ranks' if len(changed) > 1 else 'rank'} {', '.join(map(str, changed))}"
-        what = "with a share of 0 computes nothing" if leaves else "with a share of 0 has to take part in the steps"
-        if len(changed) > 1:
-            what = what.replace("computes", "compute").replace("has", "have")
-        kind = "left_out" if leaves else "returned"
+        what = "left out" if leaves else "back in the steps"
         about = changed[0] if len(changed) == 1 else None
-        return Decision(self.shares, 1, kind, about, None, f"{names} {what}", 0.0, 0.0)
+        kind = "left_out" if leaves else "returned"
+        return Decision(self.shares, 1, kind, about, None, f"{names} {what} with a share of 0", 0.0, 0.0)
 
     def set_caps(self, caps: Caps) -> Decision | None:
         """As of `Balancer`: limits of memory change the number of micro-batches, and no share."""

@@ -61,7 +61,7 @@ def test_a_rank_with_a_fixed_share_of_0_computes_nothing(tmp_path: Path, balance
         assert found["losses"] == ranks[0]["losses"]
         assert found["calls"] <= MAY_COMPUTE if rank == idle else found["calls"] >= STEPS
     messages = [event["message"] for event in _events(tmp_path / "ranks") if event.get("kind") == "balance"]
-    assert f"rank {idle} with a share of 0 computes nothing" in messages
+    assert f"rank {idle} left out with a share of 0" in messages
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,8 @@ def _gradient_set_of_a_replica(folder):
 
 
 def test_a_gradient_that_loss_fn_sets_under_dp(tmp_path):
-    (told,) = run_split(_gradient_set_of_a_replica, 2, "dp", str(tmp_path))
-    assert told.startswith("loss_fn set or changed .grad of weight")
+    (error,) = run_split(_gradient_set_of_a_replica, 2, "dp", str(tmp_path))
+    assert error.startswith("loss_fn set or changed .grad of weight")
 
 
 def _master_weights(folder):
