@@ -105,7 +105,7 @@ class ComputingRanks(StepListener):
             if rank not in computing:
                 self._context.recorder.event(
                     "left",
-                    f"rank {rank} ({names[rank]}) computes nothing from this step on: the others are faster without it",
+                    f"rank {rank} ({names[rank]}) computes nothing from this step on: its share is 0",
                     step=step_index,
                 )
         return bool(returning)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenload.errors import ConfigError, StepError
+from evenload.training.compute.model_parameters import any_nonzero
 from evenload.training.session.live_objects import live_objects
 from evenload.training.session.unprepared import UnpreparedUses
 from evenload.training.step.context import TrainingContext
@@ -284,12 +285,10 @@ class GradientContract(StepListener):
                 kind = type(trained[0]).__name__
                 named = trained[0].named_parameters()
                 self._unused = {f"{kind}.{name}": p for name, p in named if id(p) not in self._stepped_ids}
-        left = [
-            name
-            for name, p in self._unused.items()
-            if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
-        ]
-        if left:
+        grads = {name: p.grad for name, p in self._unused.items() if p.requires_grad and p.grad is not None}
+        if not grads or not any_nonzero(list(grads.values())):  # waits for a GPU once
+            return
+        if left := [name for name, grad in grads.items() if bool(grad.count_nonzero())]:
             raise StepError(UNUSED.format(count=len(left), name=left[0]))
 
 
