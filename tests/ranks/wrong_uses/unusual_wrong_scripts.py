@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.ranks.wrong_uses.gradient_jobs import Job
+from tests.ranks.wrong_uses.unusual_scripts import FusedLinear
 
 # gradients inside of step.backward
 
@@ -52,14 +53,8 @@ def noise_added_in_loss_fn(job: Job) -> Any:
     return job.weights()
 
 
-class _Fused(torch.autograd.Function):
-    """As fused kernels do: the gradient of the weight goes to memory of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.detach().t()
+class _Fused(FusedLinear):
+    """The same, but the gradient of the weight goes to memory of its own."""
 
     @staticmethod
     def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -47,12 +47,8 @@ def state_restored(models: Iterable[nn.Module], loss_fn: Callable[..., Any], *ot
         undo.append(partial(_copy_back, value, value.clone() if isinstance(value, torch.Tensor) else value.copy()))
     generators = find_generators(owners)
     undo.append(partial(load_generators, generators, save_generators(generators)))
-    try:
+    with _undone(undo):
         yield
-    finally:
-        for step in undo:
-            with suppress(Exception):
-                step()
 
 
 @contextmanager
@@ -60,6 +56,13 @@ def weights_restored(models: Iterable[nn.Module]) -> Iterator[None]:
     """Restore after the body the trained parameters, which loss_fn may change in place; of large models the smallest."""
     held = {id(p): p.data for model in models for p in model.parameters() if p.requires_grad and not p.is_meta}
     undo = [partial(_copy_back, value, value.clone()) for value in _smallest(held.values(), _size, _MAX_ELEMENTS)]
+    with _undone(undo):
+        yield
+
+
+@contextmanager
+def _undone(undo: Iterable[Callable[[], object]]) -> Iterator[None]:
+    """Run the steps after the body; one that fails leaves the others."""
     try:
         yield
     finally:
