@@ -58,6 +58,7 @@ _WITH_ONLY = (
     "small_steps",
     "faults",
     "churn",
+    "uneven",
     "queue_product",
     "wire",
     "overlap",
@@ -67,7 +68,7 @@ _WITH_ONLY = (
     "queue_crash",
     "staleness",
 )
-_WITH_KEEP = ("islands", "wire", "cut_link", "staleness")
+_WITH_KEEP = ("uneven", "islands", "wire", "cut_link", "staleness")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,8 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal, 1:0.5 or one arm, such as "
-        "1:0.5/local, summed; of wire: rates in Mbit/s, or 100/40 for a round trip of 40 ms; "
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of uneven: cases, such as bert/0.5; "
+        "of islands: equal, 1:0.5 or one arm, such as 1:0.5/local, summed; of wire: rates in Mbit/s, "
+        "or 100/40 for a round trip of 40 ms; "
         "of overlap: links, or 'no limit*2' for two "
         "rounds; of faults, cut_link, lost_hosts, queue_crash and staleness: seeds; of queue_product: parts",
     )

@@ -7,9 +7,9 @@ two ranks share.
 
 In one set of processes (training/measure.py), after the balancer has settled, short blocks alternate: equal shares,
 Evenload's shares as ruled, fixed shares around the ideal (the sweep), and solo: each rank alone on full global batches,
-optimizer included, while the other does the same. A block lasts from a barrier to a barrier. Told are medians over rounds,
+optimizer included, while the other does the same. A block lasts from a barrier to a barrier. Reported are medians over rounds,
 and 95 % bootstrap intervals over rounds of the median ratio inside a round. Efficiency is the speed over the sum of the solo
-speeds of the same round. The best fixed split is the one with the highest median, so its figure is flattered a little.
+speeds of the same round. The best fixed split of a round is the one that was fastest in the other rounds.
 
 The peers (plain DDP, Accelerate, Lightning; equal shares, for they know no others) run the same model right before, in
 processes of their own on the same cores and quotas: median over blocks, without the first. Their efficiency is their speed

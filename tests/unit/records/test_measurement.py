@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from statistics import mean
 
 import pytest
 
@@ -52,6 +53,18 @@ def test_speeds_and_ratios() -> None:
     assert found.best_static == "static:21,9"
     assert found.over_best_static is not None and found.over_best_static.value == pytest.approx(29 / 28.5)
     assert found.shares[EVENLOAD] == (20, 10)
+
+
+def test_the_best_of_equal_fixed_splits_is_not_ahead_by_chance() -> None:
+    arms, rng, ratios = [EVENLOAD, "static:21,9", "static:20,10", "static:19,11"], random.Random(2), []
+    for _ in range(80):
+        blocks = [
+            TimedBlock(arm, index, (300,), (10 * rng.gauss(1, 0.08),), (20, 10)) for index in range(6) for arm in arms
+        ]
+        found = evaluate(blocks)
+        assert found.over_best_static is not None
+        ratios.append(found.over_best_static.value)
+    assert mean(ratios) == pytest.approx(1, abs=0.01)  # over the highest of the three medians: 0.976
 
 
 def test_a_drift_of_the_machine_touches_speeds_but_no_ratio() -> None:
