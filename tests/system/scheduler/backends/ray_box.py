@@ -65,8 +65,7 @@ class RayBox:
         return self.one(job)
 
     def log(self, job: str) -> str:
-        path = Path(self.call("logs", job))
-        return path.read_text() if path.exists() else ""
+        return str(self.call("output", job))
 
 
 @pytest.fixture(scope="module")
