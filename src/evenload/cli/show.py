@@ -199,8 +199,8 @@ def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
         from evenload.views.queue.job_summary import summary_of_rows
 
         for name in BACKEND.ids_of(job):
-            row, devices = BACKEND.job_rows(name)
-            _print_job(summary_of_rows(row, devices, {}), as_json)
+            reply, devices = BACKEND.job_rows(name)
+            _print_job(summary_of_rows(reply, devices, {}), as_json)
         return
     found = backends.get(backend).describe([job])
     if not found:

@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 from evenload.cli.main import main
+from evenload.errors import QueueError
+from evenload.scheduler.backends.ray.backend import RayBackend
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -101,6 +103,16 @@ def test_two_commands_start_a_queue(folder: Path) -> None:
     _evenload(folder, "cancel", "--backend", "ray", "4")
     rows = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))["jobs"]
     assert rows[-1]["state"] == "CANCELLED"
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began_s = time.monotonic()
+    with pytest.raises(QueueError, match=f"no Ray cluster at {address}: .*refused.*RAY_ADDRESS"):
+        RayBackend().describe(["1"])
+    assert time.monotonic() - began_s < 15.0
 
 
 @pytest.mark.parametrize("words", [("--ray", "here"), ("--ray", "--web"), ("--ray", "a:1", "b:2")])

@@ -10,6 +10,8 @@ import contextlib
 import getpass
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +38,7 @@ OPTIONS = {
 """Keys of a job file's `[ray]` table."""
 
 _TIMEOUT_S = 120.0
+_REACH_S = 10.0
 _RESTART_S = 30.0
 """Time that Ray may take to restart the queue's actor."""
 
@@ -162,6 +165,19 @@ class RayBackend(SchedulerBackend):
 BACKEND = RayBackend()
 
 
+def _check_reachable(address: str) -> None:
+    """Raise a `QueueError` if nothing listens at HOST:PORT; Ray itself would try for minutes, with a warning every few seconds."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise QueueError(
+            f"no Ray cluster at {address}: {error}; give the address that `evenload queue --ray` printed, in RAY_ADDRESS"
+        ) from error
+
+
 def _connected(address: str) -> Any:
     """Connect to the cluster; return the `ray` module."""
     try:
@@ -169,6 +185,7 @@ def _connected(address: str) -> Any:
     except ImportError as error:
         raise ConfigError("backend ray: Ray is not installed; pip install 'evenload[ray]'") from error
     if not ray.is_initialized():
+        _check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.refusal import refusal
-from evenload.scheduler.core.states import ENDED, WITH_DEVICES, JobState
+from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import After, Device, Job, JobSpec
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.job_lookup import ids_of, spec_by_wall_clock
@@ -258,7 +258,7 @@ class RayQueue:
             if job.spec.user != user:
                 raise QueueError(f"job {job.id} belongs to {job.spec.user}; {user} can't {verb} it")
         if not jobs:
-            outcomes = {str(job.state) for name in names if (job := self.reader.job(name)) and job.state in ENDED}
+            outcomes = {str(self.queue_state.outcomes[name]) for name in names}
             raise QueueError(f"job {text} has ended: {', '.join(sorted(outcomes))}")
         return jobs
 
