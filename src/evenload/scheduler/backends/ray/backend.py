@@ -166,7 +166,7 @@ BACKEND = RayBackend()
 
 
 def _check_reachable(address: str) -> None:
-    """Raise a `QueueError` if nothing listens at HOST:PORT; Ray itself would try for minutes, with a warning every few seconds."""
+    """Raise a `QueueError` if nothing listens at HOST:PORT; Ray itself would try for minutes, with warnings."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
