@@ -40,7 +40,7 @@ class RunEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a run would have taken on one device, in seconds."""
+    """Seconds that a run would have taken on one device."""
 
     whole_s: float
     step_s: float

@@ -22,6 +22,7 @@ from evenload.scheduler.backends.ray.devices import bundles_of, devices_of, host
 from evenload.scheduler.backends.ray.gang import GROUPS, GangProgram, GangUpdate, RayGang
 from evenload.scheduler.backends.ray.output import OutputFile, output_files
 from evenload.scheduler.backends.ray.queue import RayQueue
+from evenload.scheduler.backends.ray.rows import job_rows, queue_rows
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState, Verb
 from evenload.scheduler.job_file import job_from
@@ -81,10 +82,10 @@ class RayQueueActor:
         return self._in_thread(lambda: self._queue.describe(ids))
 
     def rows(self, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
-        return self._in_thread(lambda: self._queue.rows(user, states, num_ended))
+        return self._in_thread(lambda: queue_rows(self._queue, user, states, num_ended))
 
     def job_rows(self, job: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        return self._in_thread(lambda: self._queue.job_rows(job))
+        return self._in_thread(lambda: job_rows(self._queue, job))
 
     def ids_of(self, text: str) -> list[str]:
         return self._in_thread(lambda: self._queue.ids_of(text))

@@ -19,7 +19,7 @@ _READ_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """What one attempt printed on the first of its nodes."""
+    """The output of one attempt on the first of its nodes."""
 
     attempt: int
     node: str

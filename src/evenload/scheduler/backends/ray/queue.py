@@ -14,7 +14,6 @@ from typing import Any
 from evenload.errors import QueueError
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.backends.interface import JobStatus, is_element_of
-from evenload.scheduler.backends.ray.rows import job_rows, queue_rows, status_of
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
@@ -219,17 +218,7 @@ class RayQueue:
         self.commit()
         waits = plan(self.queue_state.snapshot(), self.now_s, explain=True).waits
         jobs = [self.job(name) for name in self._named(ids)]
-        return [status_of(job, waits.get(job.id, ""), self.names) for job in jobs if job is not None]
-
-    def rows(self, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
-        """Return the queue for display; see `rows.queue_rows`."""
-        self.commit()
-        return queue_rows(self, user, states, num_ended)
-
-    def job_rows(self, name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Return a job for display; see `rows.job_rows`."""
-        self.commit()
-        return job_rows(self, name)
+        return [_status_of(job, waits.get(job.id, ""), self.names) for job in jobs if job is not None]
 
     def job(self, name: str) -> Job | None:
         return self.queue_state.jobs.get(name) or self.reader.job(name)
@@ -277,3 +266,18 @@ class RayQueue:
                     self.record(from_row(row), extra)
             self.commit()
         log.rename(log.with_name(f"{log.name}.imported"))
+
+
+def _status_of(job: Job, wait_reason: str, names: Mapping[str, str]) -> JobStatus:
+    hosts = dict.fromkeys(device.partition("/")[0] for device in job.devices)
+    return JobStatus(
+        id=job.id,
+        state=job.state,
+        native=str(job.state),
+        reason=wait_reason or job.reason,
+        hosts=tuple(names.get(host, host) for host in hosts),
+        attempt=job.attempt,
+        step=int(job.done) if job.done or job.reported_s else None,
+        total=None if job.total is None else int(job.total),
+        extra={"user": job.spec.user, "name": job.spec.name},
+    )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenload.errors import QueueError
 from evenload.scheduler import validation
-from evenload.scheduler.backends.interface import JobStatus
 from evenload.scheduler.backends.ray.devices import device_label
+from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.forecast.forecast import Forecast, forecast
 from evenload.scheduler.job_lookup import add_forecast, row_of_attempt, row_of_job, spec_by_wall_clock
-
-if TYPE_CHECKING:
-    from evenload.scheduler.backends.ray.queue import RayQueue
 
 _MOST_FORECASTS = 2000
 
@@ -26,6 +23,7 @@ def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], nu
     Jobs are those in one of the states, of a user or of all; without states, those that have not ended and the newest
     `num_ended` of those that have (None: all).
     """
+    queue.commit()
     reader = queue.reader
     active = [state for state in JobState if state not in ENDED]
     lines = reader.jobs(states=states or active, user=user)
@@ -45,6 +43,7 @@ def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], nu
 
 def job_rows(queue: RayQueue, name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return a job in the form of a daemon's reply to ``job``, and the rows of the queue's devices by id."""
+    queue.commit()
     job = queue.job(name)
     if job is None:
         raise QueueError(f"no job {name} in this queue")
@@ -66,21 +65,6 @@ def _job_row(queue: RayQueue, job: Job, forecasts: Mapping[str, Forecast]) -> di
         add_forecast(row, job, known, ahead_s)
         row["eta_s"] = None if known.end_s is None else known.end_s + ahead_s
     return dict(row)
-
-
-def status_of(job: Job, wait_reason: str, names: Mapping[str, str]) -> JobStatus:
-    hosts = dict.fromkeys(device.partition("/")[0] for device in job.devices)
-    return JobStatus(
-        id=job.id,
-        state=job.state,
-        native=str(job.state),
-        reason=wait_reason or job.reason,
-        hosts=tuple(names.get(host, host) for host in hosts),
-        attempt=job.attempt,
-        step=int(job.done) if job.done or job.reported_s else None,
-        total=None if job.total is None else int(job.total),
-        extra={"user": job.spec.user, "name": job.spec.name},
-    )
 
 
 def _device_row(queue: RayQueue, name: str) -> dict[str, Any]:
