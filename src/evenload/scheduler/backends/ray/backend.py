@@ -168,7 +168,7 @@ BACKEND = RayBackend()
 def _check_reachable(address: str) -> None:
     """Raise a `QueueError` if nothing listens at HOST:PORT; Ray itself would try for minutes, with warnings."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or "://" in host or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
