@@ -87,8 +87,9 @@ def test_two_commands_start_a_queue(folder: Path) -> None:
     script = "for i in 1 2 3 4; do echo line $i; sleep 0.5; done; exit 7"
     (folder / "job.toml").write_text(f'command = ["sh", "-c", "{script}"]\nname = "lines"\n')
     _evenload(folder, "submit", "--backend", "ray", "--no-snapshot", "job.toml")
-    assert _evenload(folder, "logs", "--backend", "ray", "-f", "lines") == "line 1\nline 2\nline 3\nline 4\n"
-    assert _evenload(folder, "logs", "--backend", "ray", "-n", "1", "2") == "line 4\n"
+    output = "line 1\nline 2\nline 3\nline 4\nevenload: exit code 7\n"
+    assert _evenload(folder, "logs", "--backend", "ray", "-f", "lines") == output
+    assert _evenload(folder, "logs", "--backend", "ray", "-n", "2", "2") == "line 4\nevenload: exit code 7\n"
     table = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))
     assert {job["name"]: job["state"] for job in table["jobs"]} == {"first": "SUCCEEDED", "lines": "FAILED"}
     assert [device["job"] for device in table["devices"]] == [""] * len(table["devices"]) and table["devices"]
