@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evenload.scheduler.backends.ray.output import output_path
@@ -128,34 +127,3 @@ def test_the_queue_is_killed(ray_box: RayBox, tmp_path: Path) -> None:
     assert [row["id"] for row in ray_box.call("describe", [])] == [row["id"] for row in before]
     assert (tmp_path / "out" / "result").read_text() == expected_result(total)
     assert ray_box.one(job)["attempt"] == 2
-
-
-def test_a_node_that_dies(ray_box: RayBox, tmp_path: Path) -> None:
-    """Its job waits for other devices and starts again; the node's devices are gone. The last test: one node is left."""
-    jobs = {}
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        path = write_counting(tmp_path / name, 600, 0.05, devices="2", nodes="1", requeue="true")
-        jobs[ray_box.submit(path)] = tmp_path / name / "out"
-    for out in jobs.values():
-        wait_until(lambda out=out: len(steps_done(out)) > 3, "steps", LIMIT_S)
-    (raylet,) = [process for process in _raylets(tmp_path) if "--head" not in process.cmdline()]
-    raylet.kill()
-    for job, out in jobs.items():
-        ray_box.wait_for(job, "SUCCEEDED")
-        assert (out / "result").read_text() == expected_result(600)
-    assert sorted(ray_box.one(job)["attempt"] for job in jobs)[-1] == 2
-    wait_until(lambda: len(ray_box.call("rows")["devices"]) == 2, "its devices to be gone", LIMIT_S)
-
-
-def _raylets(folder: Path) -> set[psutil.Process]:
-    """The processes of the nodes on which programs of a folder run."""
-    programs = [p for p in psutil.process_iter() if any(str(folder) in word for word in _command(p))]
-    return {parent for p in programs for parent in p.parents() if parent.name() == "raylet"}
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
