@@ -68,7 +68,7 @@ _WITH_ONLY = (
     "queue_crash",
     "staleness",
 )
-_WITH_KEEP = ("uneven", "islands", "wire", "cut_link", "staleness")
+_WITH_KEEP = ("uneven", "islands", "wire", "cut_link", "staleness", "queue_crash")
 
 
 def main(arguments: list[str] | None = None) -> int:

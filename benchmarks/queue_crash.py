@@ -11,15 +11,18 @@ succeeded, the record must be what folding its log gives, and every attempt reco
 Adopted: attempts with a living runner at the moment of the kill that went on, or ended as they should, under the next
 daemon. Deciding again: from the start of the new daemon's process to its first answer, which follows a decision.
 
+`--only SEEDS` runs some of the seeds; `--keep FOLDER` keeps what each finds, and takes it from there.
+
 Bars: 0 lost, 0 run twice, 0 at once, all adopted, deciding again within 2 s.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.report import rows
+from benchmarks.report import kept, rows
 
 NUM_SEEDS, NUM_KILLS = 10, 30
 DECIDES_S = 2.0
@@ -27,14 +30,15 @@ _WRONG = ("lost", "run_twice", "two_at_once", "not_adopted", "lost_without_a_kil
 _COUNTED = ("jobs", "attempts", "full_disks", "clocks_set", "adopted")
 
 
-def measure(quick: bool, only: str = "") -> dict[str, Any]:
-    """`only`: seeds, with commas; the bars then are those of these alone."""
+def measure(quick: bool, only: str = "", keep: str = "") -> dict[str, Any]:
+    """`only`: seeds, with commas; the bars then are those of these alone. `keep`: a folder for what each seed finds."""
     from tests.system.scheduler.daemon_crash import run
 
     seeds = [int(seed) for seed in only.split(",")] if only else [0] if quick else list(range(NUM_SEEDS))
     runs = []
     for seed in seeds:
-        runs.append(run(10 if quick else NUM_KILLS, seed))
+        one = partial(run, 10 if quick else NUM_KILLS, seed)
+        runs.append(kept("" if quick else keep, f"crash-{seed}", one))
         wrong = {name: runs[-1][name] for name in _WRONG if runs[-1][name]}
         print(
             f"seed {seed}: {runs[-1]['jobs']} jobs, {runs[-1]['attempts']} attempts, {wrong or 'nothing wrong'}",

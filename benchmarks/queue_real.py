@@ -107,6 +107,7 @@ class _Submission:
             "name": self.name,
             "needs": {"min_devices": 1, "max_devices": _SLOTS},
             "total": float(self.num_steps(measured)),
+            "estimate_s": self.lasts_s,  # else the real queue estimates it from the runs that were measured before
             "restart_s": measured.start_s,
         }
 

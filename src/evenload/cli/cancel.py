@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def cancel(
     jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job numbers, ranges such as 12-21, or names.")],
     now: Annotated[bool, typer.Option("--now", help="End the jobs at once, without saving.")] = False,
-    backend: Annotated[str | None, typer.Option(help="Cancel jobs of slurm or ray, by their ids there.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Cancel jobs of slurm or ray; slurm takes their ids.")] = None,
     queue: Queue = None,
 ) -> None:
     """End jobs. A running job is asked to save and stop; cancelled again, it ends at once."""
@@ -25,8 +25,8 @@ def cancel(
 
         scheduler = backends.get(backend)
         for job in jobs:
-            scheduler.cancel(job)
-            print(f"job {job} of {backend}: stop requested")
+            scheduler.cancel(job, now=now)
+            print(f"job {job} of {backend}: {'ending now' if now else 'stop requested'}")
         return
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:

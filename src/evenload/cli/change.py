@@ -43,6 +43,7 @@ def change(
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device.")] = None,
     retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
     name: Annotated[str | None, typer.Option(help="New name of the job.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Change jobs of the queue on ray.")] = None,
     queue: Queue = None,
 ) -> None:
     """Change jobs that have not ended, or the devices of a run in progress, at the end of a step and without a restart.
@@ -82,20 +83,42 @@ def change(
             f"-d {devices} names the devices of a run, and {jobs[0]!r} is no run folder: give the project_dir of a run that has "
             "begun; for a job, -d takes their number, N or MIN:MAX"
         )
-    from evenload.views.queue.text import moment
-
     fields = _fields(values)
+    if backend not in (None, "local"):
+        if backend != "ray":
+            raise ConfigError(f"--backend {backend}: only jobs of the queue on ray can be changed here")
+        _change_on_ray(jobs, fields, values, hold, release)
+        return
 
     def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
         if fields:
             client.call("change", job=ids[0], **fields)
         if hold or release:
             client.call("hold" if hold else "release", jobs=ids)
-        words = [*(["held" if hold else "released"] if hold or release else []), *values]
-        begins = f"; not to start before {moment(fields['not_before_s'])}" if "not_before_s" in fields else ""
-        return [(job, f"{', '.join(words)}{' changed' if values else ''}{begins}") for job in ids]
+        return [(job, _what_changed(fields, values, hold, release)) for job in ids]
 
     act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act, at_once=not fields)
+
+
+def _change_on_ray(
+    jobs: Sequence[str], fields: Mapping[str, Any], values: Mapping[str, Any], hold: bool, release: bool
+) -> None:
+    from evenload.scheduler.backends.ray.backend import BACKEND
+
+    for text in jobs:
+        ids = BACKEND.change(text, fields) if fields else []
+        if hold or release:
+            ids = BACKEND.hold(text, is_held=hold)
+        for job in ids:
+            print(f"job {job} of ray: {_what_changed(fields, values, hold, release)}", flush=True)
+
+
+def _what_changed(fields: Mapping[str, Any], values: Mapping[str, Any], hold: bool, release: bool) -> str:
+    from evenload.views.queue.text import moment
+
+    words = [*(["held" if hold else "released"] if hold or release else []), *values]
+    begins = f"; not to start before {moment(fields['not_before_s'])}" if "not_before_s" in fields else ""
+    return f"{', '.join(words)}{' changed' if values else ''}{begins}"
 
 
 def _change_runs(runs: Sequence[str], texts: Sequence[str], values: Mapping[str, Any], holds: bool) -> None:

@@ -36,11 +36,14 @@ def logs(
         if len(ids) > 1:
             raise ConfigError(f"{job} is an array of {len(ids)} jobs: name one of them, {ids[0]} to {ids[-1]}")
         job = ids[0]
-    path = backends.get(name, folder).logs(job)
-    if follow and name != "local":
-        raise ConfigError(f"-f is for jobs of the local queue; use tail -f {path}")
     out = sys.stdout.buffer
     try:
+        if name == "ray":
+            _print_of_ray(job, follow, lines, out)
+            return
+        path = backends.get(name, folder).logs(job)
+        if follow and name != "local":
+            raise ConfigError(f"-f is for jobs of the local queue and of ray; use tail -f {path}")
         if follow:
             _follow(path, folder, job, lines, out)
         elif not _print(path, out, lines=lines):
@@ -50,6 +53,28 @@ def logs(
         pass
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader is gone; avoid a second error at exit
+
+
+def _print_of_ray(job: str, follow: bool, lines: int | None, out: Any) -> None:
+    """Print the output that lies on the nodes of Ray, and follow it until the job has ended."""
+    from evenload.scheduler.backends.ray.backend import BACKEND
+
+    output = BACKEND.output(job)
+    text = output.read()
+    if lines is not None:
+        text = b"".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+    if not text:
+        (status,) = BACKEND.describe(BACKEND.ids_of(job))
+        reason = f", {status.reason}" if status.reason else ""
+        print(f"evenload: job {job} has no output yet: it is {status.state}{reason}", file=sys.stderr, flush=True)
+    while True:
+        out.write(text)
+        out.flush()
+        if not follow:
+            return
+        time.sleep(_STATE_POLL_S)
+        follow = not BACKEND.describe(BACKEND.ids_of(job))[0].has_ended
+        text = output.read()
 
 
 def _state_text(folder: Path, job: str) -> str:

@@ -12,7 +12,7 @@ from evenload.cli.jobs import Queue, folder_of
 from evenload.errors import ConfigError, QueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from evenload.views.queue.view import JobFilter, QueueView
@@ -42,44 +42,43 @@ def ps(
     if backend not in (None, "local"):
         if backend != "ray":
             raise ConfigError(f"--backend {backend}: only the queue on ray is listed here (squeue, kubectl for others)")
-        if watch or clean:
-            raise ConfigError("--backend ray with --watch or --clean: both are for the local queue")
-        _show_ray(JobFilter(user, parse_states(state) if state is not None else ()), all_, json)
-        return
+        if clean:
+            raise ConfigError("--backend ray with --clean, which is for snapshots of the local queue; leave one out")
     folder = folder_of(queue)
     if watch + json + clean > 1 or (all_ and (watch or clean)):
         raise ConfigError("--watch, --clean, and --json or --all can't be combined; give one of them")
     wanted = JobFilter(user, parse_states(state) if state is not None else ())
-    if clean:
+    if backend == "ray":
+        _show_ray(wanted, all_, watch, json)
+    elif clean:
         _clean(folder)
     elif all_:
         sys.stdout.writelines(_all(folder, wanted, json))
     elif watch:
-        _watch(folder, wanted)
+        _watch(lambda: view_of(folder, wanted))
     elif json:
         sys.stdout.write(json_of(view_of(folder, wanted)))
     else:
         _show(view_of(folder, wanted))
 
 
-def _show_ray(wanted: JobFilter, all_: bool, as_json: bool) -> None:
-    """Print the jobs of the queue on Ray that have not ended; all of them with `all_` or for given states."""
-    from evenload.scheduler import backends
-    from evenload.views.queue.text import status_lines
+def _show_ray(wanted: JobFilter, all_: bool, watch: bool, as_json: bool) -> None:
+    """Show the queue on Ray, as that of this machine."""
+    from evenload.scheduler.backends.ray.backend import BACKEND
+    from evenload.views.queue.text import listed_lines
+    from evenload.views.queue.view import NUM_ENDED, json_of, view_of_rows
 
-    found = [
-        status
-        for status in backends.get("ray").describe([])
-        if wanted.user in (None, status.extra["user"])
-        and (status.state in wanted.states if wanted.states else all_ or not status.has_ended)
-    ]
-    if as_json:
-        import json
-        from dataclasses import asdict
+    def view() -> QueueView:
+        return view_of_rows(BACKEND.rows(wanted.user, wanted.states, None if all_ else NUM_ENDED), wanted, "on Ray")
 
-        print(json.dumps([asdict(status) for status in found], indent=1, default=str))
-        return
-    print("\n".join(status_lines(found)))
+    if watch:
+        _watch(view)
+    elif as_json:
+        sys.stdout.write(json_of(view()))
+    elif all_:
+        sys.stdout.writelines(listed_lines(view()))
+    else:
+        _show(view())
 
 
 def _all(folder: Path, wanted: JobFilter, as_json: bool) -> Iterable[str]:
@@ -111,14 +110,12 @@ def _show(view: QueueView) -> None:
     sys.stdout.flush()
 
 
-def _watch(folder: Path, wanted: JobFilter) -> None:
+def _watch(view: Callable[[], QueueView]) -> None:
     """Refresh in place on a terminal; print one view below the other elsewhere."""
-    from evenload.views.queue.view import view_of
-
     try:
         if not sys.stdout.isatty():
             while True:
-                _show(view_of(folder, wanted))
+                _show(view())
                 time.sleep(_REFRESH_S)
         from rich.live import Live
 
@@ -126,7 +123,7 @@ def _watch(folder: Path, wanted: JobFilter) -> None:
 
         with Live(screen=True, auto_refresh=False) as live:
             while True:
-                live.update(panel(view_of(folder, wanted)), refresh=True)
+                live.update(panel(view()), refresh=True)
                 time.sleep(_REFRESH_S)
     except KeyboardInterrupt:
         pass

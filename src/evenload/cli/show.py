@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenload.cli.jobs import Queue
+
+if TYPE_CHECKING:
+    from evenload.views.queue.job_summary import JobSummary
 
 POLL_S = 0.2
 WEB_POLL_S = 1.0
@@ -52,7 +55,9 @@ def show(
         typer.Option(metavar="LOGGER.OPTION=VALUE", help="Option of the logger of --to; may be repeated."),
     ] = None,
     queue: Queue = None,
-    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray, by its id.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray; slurm takes its id.")
+    ] = None,
 ) -> None:
     """Show a run (shares and their reasons, use of time) or a job (devices, waits, stops, cost)."""
     from evenload.errors import ConfigError
@@ -164,18 +169,23 @@ def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
             return False
         raise QueueError(f"{name}: there is no such run folder, and {error}") from error
     for number in ids:
-        summary = job_summary.summarize_job(folder, number)
-        if as_json:
-            import json
-
-            print(json.dumps(job_summary.as_table(summary), indent=1, ensure_ascii=False, default=str))
-            continue
-        print(job_summary.job_text(summary))
-        run = job_summary.run_folder(summary)
-        if run is not None:
-            print()
-            _show_run(run, as_json=False, is_wanted=job_summary.run_records(summary, run))
+        _print_job(job_summary.summarize_job(folder, number), as_json)
     return True
+
+
+def _print_job(summary: JobSummary, as_json: bool) -> None:
+    from evenload.views.queue import job_summary
+
+    if as_json:
+        import json
+
+        print(json.dumps(job_summary.as_table(summary), indent=1, ensure_ascii=False, default=str))
+        return
+    print(job_summary.job_text(summary))
+    run = job_summary.run_folder(summary)
+    if run is not None:
+        print()
+        _show_run(run, as_json=False, is_wanted=job_summary.run_records(summary, run))
 
 
 def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
@@ -184,6 +194,14 @@ def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
     from evenload.errors import QueueError
     from evenload.scheduler import backends
 
+    if backend == "ray":
+        from evenload.scheduler.backends.ray.backend import BACKEND
+        from evenload.views.queue.job_summary import summary_of_rows
+
+        for name in BACKEND.ids_of(job):
+            reply, devices = BACKEND.job_rows(name)
+            _print_job(summary_of_rows(reply, devices, {}), as_json)
+        return
     found = backends.get(backend).describe([job])
     if not found:
         raise QueueError(f"{backend} has no job {job}")

@@ -16,8 +16,9 @@ import typer
 from typer.core import TyperCommand
 
 from evenload.cli.jobs import Queue, folder_of
-from evenload.errors import ConfigError
-from evenload.scheduler.backends import JobStatus
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler import backends
+from evenload.scheduler.backends import JobStatus, SchedulerBackend
 from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import KEYS, as_table, job_from, merged
@@ -162,8 +163,8 @@ def submit(
         from evenload.scheduler.submit.interactive import interactive_job
 
         job = interactive_job(job, dict(os.environ))
-    if wait and job.backend != "local":
-        raise ConfigError(f"--wait is for the local queue; use evenload show --backend {job.backend} JOB")
+    if wait and job.backend == "kubernetes":
+        raise ConfigError("--wait with --backend kubernetes: Evenload only writes its jobs; use kubectl wait")
     queue_folder = folder_of(queue)
     is_first = job.backend == "local" and not (queue_folder / "queue.sqlite").exists()
     submitted = submit_job(job, queue=queue_folder, here=Path.cwd(), variables=dict(os.environ), is_dry_run=dry_run)
@@ -176,7 +177,7 @@ def submit(
     if pty:
         raise typer.Exit(_interact(submitted.ids[0], queue_folder))
     if wait:
-        raise typer.Exit(_wait(submitted.ids, queue_folder))
+        raise typer.Exit(_wait(submitted.ids, backends.get(job.backend, queue_folder)))
 
 
 def _offer_service(queue: Path) -> None:
@@ -271,21 +272,23 @@ def _interact(job: str, queue: Path) -> int:
     if not run_interactively(queue, job):
         print(f"evenload: job {job} is cancelled", file=sys.stderr)
         return 130
-    return _wait([job], queue)
+    return _wait([job], LocalBackend(queue))
 
 
-def _wait(ids: Sequence[str], queue: Path) -> int:
+def _wait(ids: Sequence[str], backend: SchedulerBackend) -> int:
     """Wait until all jobs have ended; return the exit code of the first that did not succeed."""
     left, code = list(ids), 0
     try:
-        for status in LocalBackend(queue).wait(ids):
-            left.remove(status.id)
+        for status in backend.wait(ids):
+            left = [job for job in left if job != status.id]
             reason = f": {status.reason}" if status.reason else ""
             print(f"job {status.id} {status.state.lower()}{reason}", file=sys.stderr, flush=True)
             code = code or _exit_code_of(status)
     except KeyboardInterrupt:
         print(f"evenload: stopped waiting; these jobs remain in the queue: {', '.join(left)}", file=sys.stderr)
         return 130
+    except QueueError as error:
+        raise QueueError(f"stopped waiting for job {', '.join(left)}: {error}") from error
     return code
 
 

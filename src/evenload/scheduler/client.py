@@ -14,10 +14,12 @@ from typing import Any, Self, TypeVar
 
 from evenload.errors import QueueError
 from evenload.job.protocol import VARIABLE
-from evenload.scheduler import messages, paths
+from evenload.scheduler import messages, paths, presence
 
 _START_S = 60.0
 _RETRY_S = 0.5
+_RESTART_S = 3.0
+"""A queue that was stopped counts as one that is restarted (by systemd, or with newer code) for so long."""
 _DAEMON = "evenload.scheduler.daemon"
 _T = TypeVar("_T")
 
@@ -118,13 +120,22 @@ def with_daemon(folder: Path, work: Callable[[Client], _T]) -> _T:
 
 
 def _connect_again(folder: Path) -> Client:
-    """Connect to a daemon that has run: where it died, wait while it is started again, by a runner or a service."""
-    until_s = time.monotonic() + _START_S
+    """Connect to a daemon that has run: where it died, wait while it is started again, by a runner or a service.
+
+    Nobody starts one again that somebody has stopped, so that is an error soon.
+    """
+    began_s = time.monotonic()
     while True:
         try:
             return connect(folder, start=False)
-        except QueueError:
-            if time.monotonic() > until_s:
+        except QueueError as error:
+            waited_s = time.monotonic() - began_s
+            if waited_s > _RESTART_S and presence.was_stopped(folder):
+                raise QueueError(
+                    f"the queue {folder} was stopped: running jobs go on, others don't start until "
+                    f"evenload queue start, or the next evenload submit"
+                ) from error
+            if waited_s > _START_S:
                 raise
         time.sleep(_RETRY_S)
 

@@ -18,6 +18,7 @@ from evenload.scheduler.paths import log_path
 if TYPE_CHECKING:
     from evenload.scheduler.clock import QueueClock
     from evenload.scheduler.core.values import Job, JobSpec
+    from evenload.scheduler.forecast.forecast import Forecast
     from evenload.scheduler.messages import AttemptRow, JobRow
     from evenload.scheduler.store.ledger import AttemptRecord
     from evenload.scheduler.store.reader import JobLine
@@ -174,6 +175,15 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
         "idle_s": {},
         "log": str(log_path(folder, job.id)),
     }
+
+
+def add_forecast(row: JobRow, job: Job, forecast: Forecast, ahead_s: float) -> None:
+    """Add a job's place in line, its expected start and why it waits, to its row."""
+    row["position"] = forecast.position
+    row["start_s"] = None if forecast.start_s is None else forecast.start_s + ahead_s
+    row["deadline_note"] = forecast.deadline_note
+    if str(job.state) == "PENDING" or not job.reason or forecast.deadline_note:
+        row["reason"] = forecast.reason or job.reason
 
 
 def spec_by_wall_clock(spec: JobSpec, ahead_s: float) -> JobSpec:

@@ -10,12 +10,14 @@ again; each time that finds the same speed, the next trial comes after twice the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evenload.balance.batch import efficiency
 from evenload.balance.scaling import StepCosts, StepPoint, fit_scaling
 from evenload.balance.speed_curve import rates_from
-from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.layout import layout_of
+from evenload.scheduler.core.values import Device, Job
 
 _HALF_LIFE_S = 1800.0
 """A speed on another number of devices counts half after so long; twice as long each time it is found again."""
@@ -99,6 +101,21 @@ class LearnedSpeeds:
         else:
             self._compare()
         self._settled = speed_now
+
+    def learn(
+        self, job: Job, rate: float, costs: StepCosts | None, devices: Mapping[str, Device], now_s: float
+    ) -> tuple[float, ...] | None:
+        """Note what a job reports on its devices; return its `rates` on up to as many as it could use of `devices`.
+
+        None where nothing can be learned: the number of its devices is fixed, or it has no speed yet.
+        """
+        needs = job.spec.needs
+        if rate <= 0 or not job.devices or needs.min_devices == needs.max_devices:
+            return None
+        num_hosts = len({devices[name].host for name in job.devices if name in devices}) or 1
+        self.measure(job, rate, now_s, costs, num_hosts)
+        most = max(len(job.devices), min(needs.max_devices, len(devices)))
+        return self.rates(job, rate, most, layout_of(devices.values()).host_size, now_s)
 
     def rates(self, job: Job, rate: float, most: int, host_size: int, now_s: float) -> tuple[float, ...]:
         """Return the work a second on 1, 2, … devices, of which the job does `rate` on its present ones.

@@ -26,7 +26,12 @@ def is_running(folder: Path) -> bool:
 
 def is_missing(folder: Path) -> bool:
     """Return True where the daemon has died: it doesn't run, and nobody stopped it."""
-    return not is_running(folder) and not (folder / paths.STOPPED).exists()
+    return not is_running(folder) and not was_stopped(folder)
+
+
+def was_stopped(folder: Path) -> bool:
+    """Return True where somebody has stopped the daemon, and nobody has started it since."""
+    return (folder / paths.STOPPED).exists()
 
 
 def note_stopped(folder: Path, is_stopped: bool) -> None:

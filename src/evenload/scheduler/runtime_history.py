@@ -2,7 +2,8 @@
 
 Similar are, the nearest first: elements of the same array, jobs with the same command, and jobs that run the same script
 with other options. An estimate is the median of the newest of them that succeeded. It is for the job's minimum of devices:
-work is taken to speed up like k^0.9, or by the measured speeds of an elastic job.
+work is taken to speed up like k^0.9, or by the measured speeds of an elastic job. Of a job that gives its number of steps, it is
+that number times their median time of a step, if they reported steps: a run of other options may be a short trial.
 """
 
 from __future__ import annotations
@@ -37,10 +38,19 @@ class RunEstimate:
     """For people: ``5 runs of the same command``."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Seconds that a run would have taken on one device."""
+
+    whole_s: float
+    step_s: float
+    """0 if it reported no steps."""
+
+
 @dataclass
 class RuntimeHistory:
-    _work: dict[RunKey, deque[float]] = field(default_factory=dict)
-    """Seconds that the newest runs would have taken on one device."""
+    _runs: dict[RunKey, deque[_Run]] = field(default_factory=dict)
+    """The newest."""
     _newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_NUM_PAST))
     _past: PastRuns | None = None
 
@@ -51,9 +61,10 @@ class RuntimeHistory:
             return False
         self._newest.append((job.spec.needs.min_devices, seconds))
         self._past = None
+        least = job.spec.needs.min_devices
+        run = _Run(work_of(seconds, least), work_of(_step_s_on_minimum(job), least))
         for key in keys:
-            work = work_of(seconds, job.spec.needs.min_devices)
-            self._work.setdefault(key, deque(maxlen=_NUM_RUNS)).append(work)
+            self._runs.setdefault(key, deque(maxlen=_NUM_RUNS)).append(run)
         return True
 
     def past(self) -> PastRuns:
@@ -81,8 +92,13 @@ class RuntimeHistory:
     def estimate(self, spec: JobSpec, keys: Sequence[RunKey]) -> RunEstimate | None:
         """Return the estimate for a job by the first of its `run_keys` that has a run; None without one."""
         for key in keys:
-            if runs := self._work.get(key):
-                seconds = median(runs) / work_of(1.0, spec.needs.min_devices)
+            if runs := self._runs.get(key):
+                steps_s = [run.step_s for run in runs if run.step_s > 0]
+                if spec.total is not None and steps_s:
+                    work = spec.total * median(steps_s)
+                else:
+                    work = median(run.whole_s for run in runs)
+                seconds = work / work_of(1.0, spec.needs.min_devices)
                 num = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
                 return RunEstimate(round(seconds, 3), f"{num} {_SOURCES[key[0]]}")
         return None
@@ -124,6 +140,14 @@ def _seconds_on_minimum(job: Job) -> float:
     least = job.spec.needs.min_devices
     if least == job.spec.needs.max_devices:
         return job.held_s
-    if len(job.rates) >= least and job.rates[least - 1] > 0 and job.done > 0:
-        return job.done / job.rates[least - 1]
-    return job.service_device_s / least
+    step_s = _step_s_on_minimum(job)
+    return job.done * step_s if step_s > 0 and job.done > 0 else job.service_device_s / least
+
+
+def _step_s_on_minimum(job: Job) -> float:
+    """Return the seconds that a step takes a job on its minimum of devices; 0 if it reported no speed."""
+    needs = job.spec.needs
+    rate = job.rate_per_s if needs.min_devices == needs.max_devices else 0.0
+    if not rate and len(job.rates) >= needs.min_devices:
+        rate = job.rates[needs.min_devices - 1]
+    return 1.0 / rate if rate > 0 else 0.0

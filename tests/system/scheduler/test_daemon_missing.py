@@ -23,7 +23,7 @@ from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.client import connect
 from evenload.views.queue.text import notes
 from evenload.views.queue.view import JobFilter, view_of
-from tests.system.scheduler.daemons import box, kill, until
+from tests.system.scheduler.daemons import Box, box, kill, until
 
 
 def test_a_daemon_that_died_is_started_by_the_runners(tmp_path: Path) -> None:
@@ -88,6 +88,41 @@ def test_who_waits_for_a_job_goes_on_waiting(tmp_path: Path) -> None:
             starting.join()
     assert status.reason == "exit code 3"
     assert (waiting.returncode, "job 1 failed: exit code 3" in said) == (3, True), said
+
+
+def stop(queue: Box) -> None:
+    queue.call("stop")
+    assert queue.daemon is not None and queue.daemon.wait(60) == 0
+
+
+def test_who_waits_for_a_job_of_a_stopped_queue_is_notified(tmp_path: Path) -> None:
+    """Nobody starts the daemon again, so waiting ends soon, not after a minute; a restart in that time is no stop."""
+    with box() as queue:
+        queue.start()
+        queue.client().close()
+        words = ["submit", "--queue", str(queue.folder), "--wait", "--no-snapshot", "--", "sleep", "1000"]
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "evenload.cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            until(lambda: queue.call("list")["jobs"], queue.log)
+            queue.wait_for("1", "RUNNING")
+            stop(queue)
+            queue.start()
+            queue.client().close()
+            time.sleep(1.0)
+            assert waiting.poll() is None, "it was restarted"
+            stop(queue)
+            began_s = time.monotonic()
+            _, said = waiting.communicate(timeout=60)
+        finally:
+            waiting.kill()
+            waiting.wait()
+        assert f"stopped waiting for job 1: the queue {queue.folder} was stopped" in said
+        assert waiting.returncode == 2 and time.monotonic() - began_s < 30.0
+        queue.start()
+        queue.call("cancel", jobs=["1"], now=True)
+        queue.wait_for("1", "CANCELLED")
 
 
 def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from evenload import hardware
 from evenload.balance.speed_curve import rates_from
-from evenload.scheduler.daemon.learning import lost_s
+from evenload.scheduler.learned_restarts import lost_s
 from tests.system.scheduler.daemons import Box, box, until
 
 ELASTIC = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.scheduler.daemon.requests import changed_spec
+from evenload.scheduler.spec_rows import changed_spec
 from tests.unit.scheduler.queue import spec
 
 BEGIN, DEADLINE = "not_before_s", "deadline_s"

@@ -54,6 +54,19 @@ def test_runs_that_failed_count_nothing_and_numbers_of_devices_are_converted() -
     assert found is not None and found.seconds == pytest.approx(250.0)
 
 
+def test_a_number_of_steps_counts_beside_runs_of_other_numbers() -> None:
+    """A trial of 30 steps says how long one takes, not how long 3,000 take."""
+    trial = replace(ended(25.0), done=30.0, rate_per_s=3.0)
+    elastic = replace(ended(40.0, spec((1, 4))), done=90.0, rates=(4.0, 6.0), rate_per_s=6.0)
+    history = history_of(trial, elastic, ended(500.0))
+    found = history.estimate(spec((1, 4), total=3000.0), run_keys(spec(), ("python", "train.py", "3000")))
+    assert found is not None and found.seconds == pytest.approx(3000.0 * (1 / 3 + 1 / 4) / 2, rel=1e-6)
+    unknown = history.estimate(spec(), run_keys(spec(), ("python", "train.py", "3000")))
+    assert unknown is not None and unknown.seconds == 25.0
+    silent = history_of(ended(500.0)).estimate(spec(total=3000.0), run_keys(spec(), TRAIN))
+    assert silent is not None and silent.seconds == 500.0
+
+
 def test_the_owners_estimate_stays_and_a_small_change_is_none() -> None:
     history, keys = history_of(ended(100.0)), run_keys(spec(), TRAIN)
     own = spec(estimate_s=7.0)

@@ -6,14 +6,17 @@ compare it. Nothing is decided in between. (The design follows torchx's `schedul
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
+
+_WAIT_POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +113,37 @@ class SchedulerBackend(ABC):
         """
 
     @abstractmethod
-    def cancel(self, job: str) -> None:
-        """End a job for good. A running job may save within its grace period; a second call ends it at once.
+    def cancel(self, job: str, *, now: bool = False) -> None:
+        """End a job for good. A running job may save within its grace period; a second call, or `now`, ends it at once.
 
         Raises:
             QueueError: the job is unknown or another user's, or the backend does not answer.
         """
+
+    def ids_of(self, text: str) -> list[str]:
+        """Return the jobs that a user's text stands for; QueueError for none where the backend knows that."""
+        return [text]
+
+    def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
+        """Yield the status of each job, of an array's elements one by one, when it has ended, until all have.
+
+        Raises:
+            QueueError: the backend does not know a job, or does not answer.
+        """
+        left = list(ids)
+        seen: set[str] = set()
+        while left:
+            found = self.describe(left)
+            for job in left:
+                if not any(is_element_of(status.id, job) for status in found):
+                    raise QueueError(f"{self.name} does not know job {job} any more")
+            for status in found:
+                if status.has_ended and status.id not in seen:
+                    seen.add(status.id)
+                    yield status
+            left = [job for job in left if any(is_element_of(s.id, job) and not s.has_ended for s in found)]
+            if left:
+                time.sleep(_WAIT_POLL_S)
 
     @abstractmethod
     def logs(self, job: str) -> Path:

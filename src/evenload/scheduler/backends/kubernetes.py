@@ -70,7 +70,7 @@ class KubernetesBackend(SchedulerBackend):
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
         self._refuse("kubectl get jobset,workload")
 
-    def cancel(self, job: str) -> None:
+    def cancel(self, job: str, *, now: bool = False) -> None:
         self._refuse(f"kubectl delete jobset {job}")
 
     def logs(self, job: str) -> Path:

@@ -67,9 +67,9 @@ class LocalBackend(SchedulerBackend):
         with connect(self.queue, start=False) as client:
             return tuple(_status_of(client.call("job", job=job)["job"]) for job in ids)
 
-    def cancel(self, job: str) -> None:
+    def cancel(self, job: str, *, now: bool = False) -> None:
         with connect(self.queue, start=False) as client:
-            client.call("cancel", jobs=[job])
+            client.call("cancel", jobs=[job], now=now)
 
     def logs(self, job: str) -> Path:
         return paths.log_path(self.queue, job)

@@ -23,11 +23,12 @@ from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.listening import listening_addresses
 from evenload.scheduler.daemon.maintenance import first_window, shifted
 from evenload.scheduler.daemon.queue_file import groups_of_users
-from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_names
+from evenload.scheduler.daemon.requests import Caller, JobPart, job_names
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.job_lookup import row_of_attempt
 from evenload.scheduler.messages import LARGEST_PAGE
 from evenload.scheduler.queue_settings import settings_from
+from evenload.scheduler.spec_rows import changed_spec, check_name, spec_from
 from evenload.scheduler.store import rows, usage
 
 READING = frozenset({"list", "job", "status", "wait", "report"})
@@ -110,7 +111,7 @@ class RequestHandlers:
     ) -> tuple[events.Submitted, dict[str, Any]]:
         """Return one job, checked so that recording it can't fail."""
         program = requests.program_from(part.program, caller)
-        spec = requests.spec_from({**part.spec, "array": array} if array else part.spec, caller.name)
+        spec = spec_from({**part.spec, "array": array} if array else part.spec, caller.name)
         spec = self._in_queue_time(spec, part.spec)
         if program.idle_end_s is not None and not self.state.settings.idle_below:
             raise ConfigError("idle_end_s has no effect: this queue's idle_below is 0, so no device counts as idle")
@@ -239,7 +240,7 @@ class RequestHandlers:
         before = own.spec
         if "not_before_s" in changes and own.state is not JobState.PENDING:
             raise QueueError(f"job {job} is {own.state}: when it begins can be changed only while it waits")
-        spec = self._in_queue_time(requests.changed_spec(before, changes), changes)
+        spec = self._in_queue_time(changed_spec(before, changes), changes)
         if spec.priority > before.priority:
             self._check_priority(caller, spec.priority)
         queue_state = self.state.store.queue_state

@@ -1,9 +1,7 @@
 """Measurements of running jobs: their speed per number of devices, and the cost of a stop and resume.
 
-Both come from the programs' reports alone; `learned_speeds` makes a curve of speeds of them. The cost of a restart is the
-time lost from the stop request until the first report of progress of the next attempt, without waiting for devices and
-without the time of the steps in between. Before the first stop of a job only its start counts. A restarted daemon has
-forgotten a stop in progress; it measures the next.
+Both come from the programs' reports alone; `learned_speeds` makes a curve of speeds of them, `learned_restarts` the cost of a
+restart. A restarted daemon has forgotten a stop in progress; it measures the next.
 """
 
 from __future__ import annotations
@@ -11,31 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
+from evenload.scheduler.learned_restarts import LearnedRestart, lost_s
 from evenload.scheduler.learned_speeds import LearnedSpeeds
 from evenload.scheduler.runner.files import RunnerResult
 
 _NEWEST_WEIGHT = 0.5
-"""Weight of the newest measured restart against the earlier ones."""
+"""Weight of the newest measured change of devices against the earlier ones."""
 _MIN_CHANGE = 0.1
-"""A measured restart that differs by less than this fraction is not recorded again."""
+"""A measured change of devices that differs by less than this fraction is not recorded again."""
 
 
 @dataclass
 class _JobMeasurements:
     speeds: LearnedSpeeds = field(default_factory=LearnedSpeeds)
-    stop_lost_s: float | None = None
-    """Time lost by the last stop, until the start of the next attempt is measured."""
-    num_restarts: int = 0
-    """Number of measured restarts."""
-
-
-def lost_s(seconds: float, steps: float, rate: float) -> float:
-    """Return the time lost of `seconds`, in which a job of `rate` steps per second did `steps`."""
-    return max(0.0, seconds - (steps / rate if rate > 0 else 0.0))
+    restart: LearnedRestart = field(default_factory=LearnedRestart)
 
 
 class Learning:
@@ -48,17 +38,10 @@ class Learning:
         report = live.report
         if report is None:
             return None
-        rates = None
-        if report.steps_per_s > 0 and job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
-            speeds, now_s = self._of(job).speeds, self._state.clock.now_s()
-            devices = self._state.store.queue_state.devices
-            most = max(len(job.devices), min(job.spec.needs.max_devices, len(devices)))
-            num_hosts = len({devices[name].host for name in job.devices if name in devices}) or 1
-            speeds.measure(job, report.steps_per_s, now_s, report.costs, num_hosts)
-            rates = speeds.rates(job, report.steps_per_s, most, layout_of(devices.values()).host_size, now_s)
+        now_s, devices = self._state.clock.now_s(), self._state.store.queue_state.devices
+        rates = self._of(job).speeds.learn(job, report.steps_per_s, report.costs, devices, now_s)
         total = None if report.total is None else float(report.total)
         resumed_at = None if live.recorded_s or report.resumed_at is None else float(report.resumed_at)
-        now_s = self._state.clock.now_s()
         return events.Reported(now_s, job.id, float(report.step), total, report.steps_per_s, rates, resumed_at)
 
     def stopped(self, live: LiveAttempt, result: RunnerResult | None, ended_s: float) -> None:
@@ -73,7 +56,7 @@ class Learning:
             return
         steps, rate = (0.0, 0.0) if report is None else (report.step - live.requested_step, report.steps_per_s)
         known = self._of(self._state.store.queue_state.jobs[live.fence.job])
-        known.stop_lost_s = lost_s(ended_s - live.requested_s, max(0.0, steps), rate)
+        known.restart.stop_lost_s = lost_s(ended_s - live.requested_s, max(0.0, steps), rate)
 
     def began(self, live: LiveAttempt, job: Job) -> events.SpecChanged | None:
         """Measure a restart by the attempt's first progress; return the event that records it, None where nothing changed."""
@@ -83,20 +66,10 @@ class Learning:
         known = self._of(job)
         rate = job.rates[min(len(job.devices), len(job.rates)) - 1] if job.rates and job.devices else job.rate_per_s
         start_s = lost_s(live.first_s - job.attempt_began_s, first.step - live.done_before, rate)
-        before = job.spec.restart_s
-        if known.stop_lost_s is None:
-            measured_s = start_s
-            if before is not None:
-                return None  # a start alone is a worse estimate than the known one
-        else:
-            measured_s = known.stop_lost_s + start_s
-            if known.num_restarts and before is not None:
-                measured_s = _NEWEST_WEIGHT * measured_s + (1 - _NEWEST_WEIGHT) * before
-            known.num_restarts += 1
-            known.stop_lost_s = None
-        if before is not None and abs(measured_s - before) <= _MIN_CHANGE * before:
+        measured_s = known.restart.began(start_s, job.spec.restart_s)
+        if measured_s is None:
             return None
-        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
+        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, restart_s=measured_s))
 
     def resized(self, job: Job, seconds: float) -> events.SpecChanged | None:
         """Measure a change without a stop, in which the devices that came or went were idle; return as `began` does."""
@@ -116,7 +89,7 @@ class Learning:
         if known is None:
             is_learned = bool(job.rates) and job.rates != job.spec.rates  # by an earlier daemon
             speeds = LearnedSpeeds(job.spec.rates, job.rates if is_learned else ())
-            known = self._known[job.id] = _JobMeasurements(speeds, num_restarts=int(job.num_restarts > 0))
+            known = self._known[job.id] = _JobMeasurements(speeds, LearnedRestart(int(job.num_restarts > 0)))
             if is_learned:
                 for attempt in self._state.reader.attempts(job.id):
                     size, at_s = len(attempt.devices), attempt.ended_s

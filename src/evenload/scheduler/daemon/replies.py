@@ -17,7 +17,7 @@ from evenload.scheduler.daemon.maintenance import shifted
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.forecast.forecast import Forecast
-from evenload.scheduler.job_lookup import row_of_job, spec_by_wall_clock
+from evenload.scheduler.job_lookup import add_forecast, row_of_job, spec_by_wall_clock
 from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
@@ -31,11 +31,7 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
     ahead_s, end_s = state.clock.ahead_s, _end_s(job, live, forecast)
     row["eta_s"] = None if end_s is None else end_s + ahead_s
     if forecast is not None:
-        row["position"] = forecast.position
-        row["start_s"] = None if forecast.start_s is None else forecast.start_s + ahead_s
-        row["deadline_note"] = forecast.deadline_note
-        if job.state is JobState.PENDING or not job.reason or forecast.deadline_note:
-            row["reason"] = forecast.reason or job.reason
+        add_forecast(row, job, forecast, ahead_s)
     if report is not None:
         row["done"], row["rate_per_s"] = float(report.step), report.steps_per_s
         row["total"] = job.total if report.total is None else float(report.total)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
-from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Reservation, Settings
@@ -118,7 +117,6 @@ class _Simulation:
         self.queue_state = QueueState()
         self.log = log
         self.devices = {device.id: device for device in conditions.devices}
-        self.host_size = layout_of(conditions.devices).host_size
         self.heap: list[tuple[float, int, str, str, int]] = []
         self.num_pushed = 0
         self.live: dict[str, _RunningProgram] = {}
@@ -291,17 +289,11 @@ class _Simulation:
     ) -> tuple[float, ...] | None:
         """Learn speeds as the daemon does, which also records a report a minute."""
         job = self.queue_state.jobs[name]
-        needs, devices = job.spec.needs, job.devices
         key = (job.attempt, report.rate_per_s, report.costs)
-        if needs.min_devices == needs.max_devices or not devices or report.rate_per_s <= 0:
-            return None
         if live.learned_from == key and now_s - live.learned_s < _LEARN_EVERY_S:
             return None
         live.learned_from, live.learned_s = key, now_s
-        num_hosts = len({self.devices[device].host for device in devices})
-        live.speeds.measure(job, report.rate_per_s, now_s, report.costs, num_hosts)
-        most = max(len(devices), min(needs.max_devices, len(self.devices)))
-        return live.speeds.rates(job, report.rate_per_s, most, self.host_size, now_s)
+        return live.speeds.learn(job, report.rate_per_s, report.costs, self.devices, now_s)
 
     def _learn_run(self, ended: Job, now_s: float) -> None:
         """Remember a job that has ended, and estimate similar ones by it, as the daemon does."""

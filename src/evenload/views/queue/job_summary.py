@@ -62,13 +62,20 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
         with client:
             row = client.call("job", job=job, listens=True)
             devices = {device["id"]: device for device in client.call("status")["devices"]}
+    return summary_of_rows(row, devices, _lost(folder, job))
+
+
+def summary_of_rows(
+    row: Mapping[str, Any], devices: Mapping[str, Mapping[str, Any]], lost: Mapping[int, float]
+) -> JobSummary:
+    """Return the summary of a job from a queue's reply to ``job`` (`scheduler.messages`)."""
     return JobSummary(
         row["job"],
         row.get("spec", {}),
         row["program"],
         row["attempts"],
         devices,
-        _lost(folder, job),
+        lost,
         time.time(),
         row.get("cost", 0.0),
         row.get("listens", ()),

@@ -6,14 +6,11 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.time_text import span as span
 from evenload.views.queue.view import MAX_WAITING, QueueView
-
-if TYPE_CHECKING:
-    from evenload.scheduler.backends import JobStatus
 
 STATES = {
     JobState.PENDING: "waiting",
@@ -42,7 +39,7 @@ class TextTable:
 
 def head(view: QueueView) -> str:
     """Return a one-line summary: devices in use and jobs by state."""
-    parts = [f"queue {view.folder}"]
+    parts = [f"queue {view.place} ({view.folder})" if view.place else f"queue {view.folder}"]
     if view.is_live:
         busy = sum(1 for row in view.devices if row["job"])
         away = sum(1 for row in view.devices if row["closed"] and not row["job"])
@@ -115,21 +112,6 @@ def text(view: QueueView) -> Iterable[str]:
         yield from aligned([table.columns, *table.rows])
         if table.note:
             yield table.note
-
-
-def status_lines(jobs: Sequence[JobStatus]) -> list[str]:
-    """Return a table of the jobs of another backend."""
-    if not jobs:
-        return ["no jobs"]
-    rows = [
-        (
-            job.id, clean(job.extra.get("name", "")), job.extra.get("user", ""), STATES[job.state],
-            short_list([clean(host) for host in job.hosts]), str(job.attempt or ""),
-            "" if job.step is None else f"{job.step:,}{f' of {job.total:,}' if job.total else ''}", clean(job.reason)[:160],
-        )
-        for job in jobs
-    ]  # fmt: skip
-    return aligned([("job", "name", "user", "state", "hosts", "attempt", "steps", "why"), *rows])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

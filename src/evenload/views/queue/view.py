@@ -61,6 +61,8 @@ class QueueView:
     """The selected user; None for all."""
     age_s: float | None = 0.0
     """Age of all this: 0 from the daemon; from the file, the time since a daemon last worked, None if unknown."""
+    place: str = ""
+    """Where the folder is, if not on this machine."""
 
 
 def view_of(folder: Path, wanted: JobFilter) -> QueueView:
@@ -113,6 +115,12 @@ def _listed_view(client: Client, wanted: JobFilter, counts: Mapping[str, int]) -
         counts = first["counts"]
     jobs = [*ended, *first["jobs"]]
     return QueueView(client.folder, time.time(), is_live=True, jobs=jobs, counts=counts, user=wanted.user)
+
+
+def view_of_rows(rows: Mapping[str, Any], wanted: JobFilter, place: str) -> QueueView:
+    """Return the queue of another backend from its rows of folder, devices, jobs and counts."""
+    parts: dict[str, Any] = {name: rows[name] for name in ("devices", "jobs", "counts")}
+    return QueueView(Path(rows["folder"]), time.time(), is_live=True, user=wanted.user, place=place, **parts)
 
 
 def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:

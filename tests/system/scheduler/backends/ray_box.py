@@ -65,8 +65,7 @@ class RayBox:
         return self.one(job)
 
     def log(self, job: str) -> str:
-        path = Path(self.call("logs", job))
-        return path.read_text() if path.exists() else ""
+        return str(self.call("output", job))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def ray_address() -> Iterator[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", parent, *words],
         env={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # Ray sets it
             "RAY_TMPDIR": folder,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",

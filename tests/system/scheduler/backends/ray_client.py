@@ -37,13 +37,21 @@ def _answer(backend: RayBackend, verb: str, arguments: list[Any]) -> Any:
     if verb == "describe":
         return [dataclasses.asdict(described) for described in backend.describe(arguments[0])]
     if verb == "cancel":
-        return backend.cancel(arguments[0])
+        return backend.cancel(*arguments[:1], now=bool(arguments[1:]))
+    if verb == "change":
+        return backend.change(*arguments)
+    if verb == "hold":
+        return backend.hold(arguments[0], is_held=arguments[1])
+    if verb == "job rows":
+        return backend.job_rows(arguments[0])
+    if verb == "rows":
+        return backend.rows(None, (), None)
     if verb == "kill the queue":
         import ray
 
         ray.kill(ray.get_actor("queue", namespace="evenload"), no_restart=False)
         return None
-    return str(backend.logs(arguments[0]))
+    return backend.output(arguments[0]).read().decode()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.scheduler.backends.programs import expected_result, steps_done, write_counting, write_job
+from evenload.scheduler.backends.ray.output import output_path
+from tests.system.scheduler.backends.programs import COUNTING, expected_result, steps_done, write_counting, write_job
 from tests.system.scheduler.backends.ray_box import LIMIT_S, RayBox
 from tests.system.scheduler.backends.slurm_cluster import wait_until
 
@@ -45,9 +46,57 @@ def test_a_cancelled_job_saves(ray_box: RayBox, tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
     assert saved == len(steps_done(tmp_path / "out")) > 0
     assert ray_box.call("cancel", job)["text"] == f"job {job} has ended: CANCELLED"
-    assert ray_box.call("logs", "999") == {"error": "QueueError", "text": "no job 999 in this queue"}
+    assert ray_box.call("output", "999") == {"error": "QueueError", "text": "no job 999 in this queue"}
     refused = ray_box.submit(write_job(tmp_path, ["true"], devices="5"))
     assert "it asks for 5 devices of kind cpu; this queue has 4 such of its 4 devices" in refused["text"]
+
+
+def test_jobs_are_shown_and_changed_as_in_the_local_queue(ray_box: RayBox, tmp_path: Path) -> None:
+    """Devices with their jobs, reasons and places in line; held, released, changed; by name, as far as they are one's own."""
+    big = ray_box.submit(write_job(tmp_path, ["sleep", "1000"], devices="4", name='"big"'))
+    wait_until(lambda: ray_box.state(big) == "RUNNING", "a start", LIMIT_S)
+    first, second = (ray_box.submit(write_job(tmp_path, ["true"], devices="4", name=f'"{name}"')) for name in "ab")
+    rows = ray_box.call("rows")
+    assert [device["job"] for device in rows["devices"]] == [big] * 4
+    assert len({device["label"] for device in rows["devices"]}) == 4
+    waiting = {job["id"]: job for job in rows["jobs"] if job["state"] == "PENDING"}
+    assert [waiting[job]["position"] for job in (first, second)] == [1, 2]
+    assert all("needs 4 devices" in row["reason"] for row in waiting.values())
+    assert rows["counts"]["PENDING"] == 2
+    assert ray_box.call("hold", "a", True) == [first]
+    assert ray_box.call("change", "b", {"priority": 0, "name": "c", "estimate_s": 5.0}) == [second]
+    held = {job["id"]: job for job in ray_box.call("rows")["jobs"]}
+    assert held[first]["is_held"] and (held[second]["name"], held[second]["position"]) == ("c", 1)
+    assert "can be changed only while it waits" in ray_box.call("change", big, {"needs": {"min_devices": 1}})["text"]
+    assert "5 devices" in ray_box.call("change", "c", {"needs": {"min_devices": 5, "max_devices": 5}})["text"]
+    assert ray_box.call("cancel", "big", "now") is None
+    ray_box.wait_for(second, "SUCCEEDED")
+    assert (ray_box.state(big), ray_box.state(first)) == ("CANCELLED", "PENDING")
+    assert ray_box.call("hold", first, False) == [first]
+    ray_box.wait_for(first, "SUCCEEDED")
+
+
+def test_an_elastic_job_grows_and_shrinks(ray_box: RayBox, tmp_path: Path) -> None:
+    """It takes devices that are free, gives some to a job that goes first, and takes them again, each step done once."""
+    total = 600
+    path = write_counting(tmp_path, total, 0.1, devices='"1:2"', nodes="1")
+    faster = COUNTING.replace("time.sleep(step_s)", "time.sleep(step_s / int(os.environ['OMP_NUM_THREADS']))")
+    (tmp_path / "count.py").write_text(faster.replace("import json", "import json, os"))
+    job = ray_box.submit(path)
+    wait_until(lambda: len(steps_done(tmp_path / "out")) > 3, "steps", LIMIT_S)
+    wait_until(lambda: ray_box.one(job)["step"], "a report", LIMIT_S)
+    assert _sizes(ray_box, job) == [2]
+    (tmp_path / "second").mkdir()
+    other = ray_box.submit(write_job(tmp_path / "second", ["sleep", "2"], devices="3", priority="1"))
+    ray_box.wait_for(other, "SUCCEEDED")
+    ray_box.wait_for(job, "SUCCEEDED")
+    assert steps_done(tmp_path / "out") == list(range(total)), "a step was lost or done twice"
+    assert _sizes(ray_box, job) == [2, 1, 2]
+
+
+def _sizes(ray_box: RayBox, job: str) -> list[int]:
+    """The number of devices of each of its attempts."""
+    return [len(attempt["devices"]) for attempt in ray_box.call("job rows", job)[0]["attempts"]]
 
 
 def test_a_gang_on_several_nodes_and_an_array(ray_box: RayBox, tmp_path: Path) -> None:
@@ -59,8 +108,8 @@ def test_a_gang_on_several_nodes_and_an_array(ray_box: RayBox, tmp_path: Path) -
     )
     ended = ray_box.wait_for(gang, "SUCCEEDED")
     assert len(set(ended["hosts"])) <= 2
-    path = Path(ray_box.call("logs", gang))
-    assert [path.read_text(), path.with_name(f"{gang}.node1.log").read_text()] == ["0 2 2\n", "1 2 2\n"]
+    second = output_path(ray_box.root, gang, 1, 1)
+    assert [ray_box.log(gang), second.read_text()] == ["0 2 2\n", "1 2 2\n"]
     ray_box.wait_for(f"{array}_1", "SUCCEEDED")
     assert ray_box.wait_for(f"{array}_2", "FAILED")["reason"] == "exit code 1"
     assert ray_box.log(f"{array}_1") == "1 1\n"

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from evenload.cli.main import main
-from tests.system.scheduler.backends.slurm_cluster import wait_until
+from evenload.errors import QueueError
+from evenload.scheduler.backends.ray.backend import RayBackend
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -78,17 +79,41 @@ def test_two_commands_start_a_queue(folder: Path) -> None:
         f'command = ["sh", "-c", "echo up; exit 0"]\nname = "first"\n[ray]\naddress = "{line[2]}"\n'
     )
     os.environ.pop("RAY_ADDRESS", None)
+    done = _evenload(folder, "submit", "--backend", "ray", "--no-snapshot", "--wait", "job.toml")
+    assert "job 1 (first) submitted to ray" in done
+    shown = _evenload(folder, "ps", "--backend", "ray")
+    assert "queue on Ray" in shown and " free" in shown and "first" in shown and "succeeded" in shown
+    assert _evenload(folder, "logs", "--backend", "ray", "first") == "up\n"
+    script = "for i in 1 2 3 4; do echo line $i; sleep 0.5; done; exit 7"
+    (folder / "job.toml").write_text(f'command = ["sh", "-c", "{script}"]\nname = "lines"\n')
     _evenload(folder, "submit", "--backend", "ray", "--no-snapshot", "job.toml")
+    output = "line 1\nline 2\nline 3\nline 4\nevenload: exit code 7\n"
+    assert _evenload(folder, "logs", "--backend", "ray", "-f", "lines") == output
+    assert _evenload(folder, "logs", "--backend", "ray", "-n", "2", "2") == "line 4\nevenload: exit code 7\n"
+    table = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))
+    assert {job["name"]: job["state"] for job in table["jobs"]} == {"first": "SUCCEEDED", "lines": "FAILED"}
+    assert [device["job"] for device in table["devices"]] == [""] * len(table["devices"]) and table["devices"]
+    summary = _evenload(folder, "show", "--backend", "ray", "lines")
+    assert "failed" in summary and "exit code 7" in summary and "attempt" in summary
+    big = f'command = ["sleep", "1000"]\ndevices = {len(table["devices"])}\n'
+    (folder / "job.toml").write_text(big)
+    for _ in range(2):
+        _evenload(folder, "submit", "--backend", "ray", "--no-snapshot", "job.toml")
+    assert "held" in _evenload(folder, "change", "--backend", "ray", "--hold", "4")
+    assert "ending now" in _evenload(folder, "cancel", "--backend", "ray", "--now", "3")
+    _evenload(folder, "cancel", "--backend", "ray", "4")
+    rows = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))["jobs"]
+    assert rows[-1]["state"] == "CANCELLED"
 
-    def row() -> dict[str, object]:
-        (found,) = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))
-        return dict(found)
 
-    wait_until(lambda: row()["state"] == "SUCCEEDED", "the job", LIMIT_S)
-    listed = _evenload(folder, "ps", "--backend", "ray", "--all")
-    assert "first" in listed and "succeeded" in listed
-    assert "no jobs" in _evenload(folder, "ps", "--backend", "ray")
-    assert _evenload(folder, "logs", "--backend", "ray", "1") == "up\n"
+def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began_s = time.monotonic()
+    with pytest.raises(QueueError, match=f"no Ray cluster at {address}: .*refused.*RAY_ADDRESS"):
+        RayBackend().describe(["1"])
+    assert time.monotonic() - began_s < 15.0
 
 
 @pytest.mark.parametrize("words", [("--ray", "here"), ("--ray", "--web"), ("--ray", "a:1", "b:2")])

@@ -9,8 +9,9 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.job.protocol import ProgressReport
-from evenload.scheduler.backends.ray.devices import NodeBundle, bundles_of, devices_of
+from evenload.scheduler.backends.ray.devices import NodeBundle, bundles_of, device_label, devices_of, host_names
 from evenload.scheduler.backends.ray.queue import RayQueue
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.stored_names import RAY_LOG
@@ -31,17 +32,35 @@ def test_nodes_as_devices() -> None:
     assert [bundle.resources() for bundle in bundles_of(devices)] == [{"GPU": 2.0}, {"CPU": 2.0}, {"GPU": 1.0}]
 
 
-class Clock:
-    now_s = 1000.0
+def test_nodes_have_names_for_people() -> None:
+    nodes = [
+        {"NodeID": "aaaaaaaa", "Alive": True, "NodeManagerHostname": "box1", "NodeManagerAddress": "10.0.0.1"},
+        {"NodeID": "bbbbbbbb", "Alive": True, "NodeManagerHostname": "box", "NodeManagerAddress": "10.0.0.2"},
+        {"NodeID": "cccccccc", "Alive": True, "NodeManagerHostname": "box", "NodeManagerAddress": "10.0.0.3"},
+        {"NodeID": "dddddddd", "Alive": False, "NodeManagerHostname": "box1", "NodeManagerAddress": "10.0.0.1"},
+    ]
+    names = host_names(nodes)
+    assert names == {"aaaaaaaa": "box1", "bbbbbbbb": "10.0.0.2", "cccccccc": "10.0.0.3"}
+    assert device_label("bbbbbbbb/gpu/1", names) == "10.0.0.2:gpu1"
+    assert device_label("aaaaaaaa/a100/0", names) == "box1:a100/0"
+    same = [{**nodes[0], "NodeID": name} for name in ("aaaaaaaa", "eeeeeeee")]
+    assert host_names(same) == {"aaaaaaaa": "10.0.0.1/aaaaaa", "eeeeeeee": "10.0.0.1/eeeeee"}
 
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
+
+class Clock(QueueClock):
+    """Each look at it comes a second later."""
+
+    ahead_s = 0.0
+    at_s = 1000.0
+
+    def now_s(self) -> float:
+        self.at_s += 1.0
+        return self.at_s
 
 
 def a_queue(root: Path) -> RayQueue:
     queue = RayQueue(root, Clock())
-    queue.update_devices(devices_of(NODES))
+    queue.update_devices(devices_of(NODES), host_names(NODES))
     return queue
 
 
@@ -100,14 +119,41 @@ def test_who_may_cancel(tmp_path: Path) -> None:
         queue.cancel(job, "ann")
 
 
+def test_who_may_change_and_hold(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray", array="0-1", name="sweep"), "ann")
+    with pytest.raises(QueueError, match=f"job {job}_0 belongs to ann; bob can't change it"):
+        queue.change("sweep", "bob", {"priority": 1})
+    with pytest.raises(QueueError, match="belongs to ann; bob can't hold it"):
+        queue.hold(job, "bob", is_held=True)
+    assert queue.change(f"{job}_1", "ann", {"priority": 7}) == [f"{job}_1"]
+    assert queue.hold("sweep", "ann", is_held=True) == [f"{job}_0", f"{job}_1"]
+    assert queue.decide() == ()
+    assert queue.hold(f"{job}_1", "ann", is_held=False) == [f"{job}_1"]
+    assert [command.job for command in queue.decide() if isinstance(command, events.Placed)] == [f"{job}_1"]
+    with pytest.raises(QueueError, match="is STARTING: only a pending job"):
+        queue.hold(f"{job}_1", "ann", is_held=True)
+
+
+def test_speeds_are_learned(tmp_path: Path) -> None:
+    """So that an elastic job gets the devices that speed it up, as in the queue of one machine."""
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray", devices="1:2", kind="a100"), "ann")
+    queue.decide()
+    queue.record(events.JobStarted(1003.0, job))
+    size = len(queue.queue_state.jobs[job].devices)
+    queue.update_progress(job, ProgressReport(job, 1, 5, 10, 100, 4.0, 0.0, "running", 0.0))
+    assert queue.queue_state.jobs[job].rates[size - 1] == pytest.approx(4.0)
+
+
 def test_a_node_that_leaves(tmp_path: Path) -> None:
     queue = a_queue(tmp_path)
     job = queue.submit(a_job("ray", devices=2), "ann")
     queue.decide()
-    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"), {})
     assert set(queue.queue_state.closed) == {"b/cpu/0", "b/cpu/1"}
     queue.record(events.Lost(2000.0, job, "its node died"))
-    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"), {})
     assert not any(name.startswith("b/") for name in queue.queue_state.devices)
     assert queue.describe([job])[0].reason.startswith("asks for devices that are not here")
     with pytest.raises(QueueError, match="it asks for a device of kind cpu; this queue has 0 such"):

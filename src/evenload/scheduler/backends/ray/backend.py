@@ -10,8 +10,10 @@ import contextlib
 import getpass
 import json
 import logging
+import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from evenload.scheduler.backends.interface import (
     check_resolved,
 )
 from evenload.scheduler.backends.ray.controller import NAME, NAMESPACE, RayQueueActor
+from evenload.scheduler.backends.ray.output import JobOutput
+from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import JobFile, as_table, job_from
 
 OPTIONS = {
@@ -34,6 +38,7 @@ OPTIONS = {
 """Keys of a job file's `[ray]` table."""
 
 _TIMEOUT_S = 120.0
+_REACH_S = 10.0
 _RESTART_S = 30.0
 """Time that Ray may take to restart the queue's actor."""
 
@@ -78,12 +83,37 @@ class RayBackend(SchedulerBackend):
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
         return tuple(self._call(self._queue(self._address).describe, list(ids), retry_s=_RESTART_S))
 
-    def cancel(self, job: str) -> None:
-        self._call(self._queue(self._address).cancel, job, getpass.getuser())
+    def cancel(self, job: str, *, now: bool = False) -> None:
+        self._call(self._queue(self._address).cancel, job, getpass.getuser(), now)
+
+    def hold(self, job: str, *, is_held: bool) -> list[str]:
+        """Hold jobs back, or let them go; return their ids."""
+        return list(self._call(self._queue(self._address).hold, job, getpass.getuser(), is_held))
+
+    def change(self, job: str, changes: Mapping[str, Any]) -> list[str]:
+        """Change fields of `JobSpec`; return the ids of the jobs."""
+        return list(self._call(self._queue(self._address).change, job, getpass.getuser(), changes))
+
+    def rows(self, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
+        """Return the queue for display; see `rows.queue_rows`."""
+        return dict(self._call(self._queue(self._address).rows, user, states, num_ended, retry_s=_RESTART_S))
+
+    def job_rows(self, job: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return what the queue knows of a job, and its devices by id; see `rows.job_rows`."""
+        row, devices = self._call(self._queue(self._address).job_rows, job, retry_s=_RESTART_S)
+        return row, devices
 
     def logs(self, job: str) -> Path:
-        """Return the output file on the first node of the job; other nodes have a file of their own in the same folder."""
-        return Path(self._call(self._queue(self._address).log, job, retry_s=_RESTART_S))
+        raise QueueError(f"the output of job {job} is on the nodes where it ran; evenload logs --backend ray reads it")
+
+    def ids_of(self, text: str) -> list[str]:
+        """Return the jobs that a text stands for: an id, an array's id, a range of ids, or a name."""
+        return list(self._call(self._queue(self._address).ids_of, text, retry_s=_RESTART_S))
+
+    def output(self, job: str) -> JobOutput:
+        """Return a reader of the output of all attempts, wherever these ran."""
+        queue = self._queue(self._address)
+        return JobOutput(_connected(self._address), lambda: self._call(queue.outputs, job, retry_s=_RESTART_S))
 
     def start_queue(self, address: str) -> Path:
         """Start the queue in the cluster at an address where there is none; return its default folder."""
@@ -135,6 +165,19 @@ class RayBackend(SchedulerBackend):
 BACKEND = RayBackend()
 
 
+def _check_reachable(address: str) -> None:
+    """Raise a `QueueError` if nothing listens at HOST:PORT; Ray itself would try for minutes, with warnings."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise QueueError(
+            f"no Ray cluster at {address}: {error}; give the address that `evenload queue --ray` printed, in RAY_ADDRESS"
+        ) from error
+
+
 def _connected(address: str) -> Any:
     """Connect to the cluster; return the `ray` module."""
     try:
@@ -142,6 +185,7 @@ def _connected(address: str) -> Any:
     except ImportError as error:
         raise ConfigError("backend ray: Ray is not installed; pip install 'evenload[ray]'") from error
     if not ray.is_initialized():
+        _check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evenload.errors import QueueError
 from evenload.scheduler.backends.interface import JobStatus
-from evenload.scheduler.backends.ray.devices import bundles_of, devices_of
-from evenload.scheduler.backends.ray.gang import GROUPS, GangProgram, GangUpdate, RayGang, log_file
+from evenload.scheduler.backends.ray.devices import bundles_of, devices_of, host_names
+from evenload.scheduler.backends.ray.gang import GROUPS, GangProgram, GangUpdate, RayGang
+from evenload.scheduler.backends.ray.output import OutputFile, output_files
 from evenload.scheduler.backends.ray.queue import RayQueue
+from evenload.scheduler.backends.ray.rows import job_rows, queue_rows
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState, Verb
 from evenload.scheduler.job_file import job_from
@@ -48,7 +49,7 @@ class RayQueueActor:
         self._closed_until_s: dict[str, float] = {}
         self._nodes_s = -_NODES_POLL_S
         self._thread = ThreadPoolExecutor(1, "evenload queue")
-        self._queue = self._in_thread(lambda: RayQueue(self._root, time.time))
+        self._queue = self._in_thread(lambda: RayQueue(self._root))
         self._remove_groups()
         threading.Thread(target=self._run, name="evenload queue polls", daemon=True).start()
 
@@ -59,24 +60,39 @@ class RayQueueActor:
 
         return self._in_thread(submit)
 
-    def cancel(self, job: str, user: str) -> None:
-        """Cancel a job; a second call ends it at once."""
+    def cancel(self, job: str, user: str, now: bool = False) -> None:
+        """Cancel a job, or those of an array, a range or a name; a second call ends it at once, as does `now`."""
 
         def cancel() -> None:
             for name in self._queue.cancel(job, user):
                 if name in self._gangs:
                     self._gangs[name].stop(f"cancelled by {user}")
+                    if now:
+                        self._gangs[name].stop(f"cancelled by {user}")
 
         self._in_thread(cancel)
+
+    def hold(self, job: str, user: str, is_held: bool) -> list[str]:
+        return self._in_thread(lambda: self._queue.hold(job, user, is_held=is_held))
+
+    def change(self, job: str, user: str, changes: Mapping[str, Any]) -> list[str]:
+        return self._in_thread(lambda: self._queue.change(job, user, changes))
 
     def describe(self, ids: Sequence[str]) -> list[JobStatus]:
         return self._in_thread(lambda: self._queue.describe(ids))
 
-    def log(self, job: str) -> str:
-        """Return the path of a job's output on the first of its nodes."""
-        if not self.describe([job]):
-            raise QueueError(f"no job {job} in this queue")
-        return str(log_file(self._root, job))
+    def rows(self, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
+        return self._in_thread(lambda: queue_rows(self._queue, user, states, num_ended))
+
+    def job_rows(self, job: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        return self._in_thread(lambda: job_rows(self._queue, job))
+
+    def ids_of(self, text: str) -> list[str]:
+        return self._in_thread(lambda: self._queue.ids_of(text))
+
+    def outputs(self, job: str) -> list[OutputFile]:
+        """Return the files with a job's output, one for each attempt, in their order."""
+        return self._in_thread(lambda: output_files(self._queue, job))
 
     def _in_thread(self, work: Callable[[], _T]) -> _T:
         return self._thread.submit(work).result()
@@ -108,18 +124,20 @@ class RayQueueActor:
 
     def _update_nodes(self) -> None:
         self._nodes_s = time.monotonic()
-        self._queue.update_devices(devices_of(self._ray.nodes()))
+        nodes = self._ray.nodes()
+        self._queue.update_devices(devices_of(nodes), host_names(nodes))
         for device, until_s in list(self._closed_until_s.items()):
             if time.monotonic() > until_s:
                 del self._closed_until_s[device]
                 if device in self._queue.queue_state.closed:
-                    self._queue.record(events.DeviceOpened(time.time(), device))
+                    self._queue.record(events.DeviceOpened(self._queue.now_s, device))
 
     def _update(self, name: str, gang: RayGang, update: GangUpdate) -> None:
-        now_s = time.time()
+        now_s = self._queue.now_s
         job = self._queue.queue_state.jobs[name]
         if update.has_begun and job.state is JobState.STARTING:
             self._queue.record(events.JobStarted(now_s, name))
+            self._queue.note_start(name)
         if update.report is not None:
             self._queue.update_progress(name, update.report)
         if update.blocked:
@@ -135,6 +153,7 @@ class RayQueueActor:
             self._queue.record(events.Lost(now_s, name, update.lost))
         elif update.outcome is None or update.outcome.verb is Verb.YIELD:
             reason = update.blocked or (update.outcome.reason if update.outcome else "")
+            self._queue.note_stop(name)
             self._queue.record(events.Yielded(now_s, name, reason))
             resized = self._queue.queue_state.jobs.get(name)
             if resized is not None and resized.state is JobState.STARTING:
@@ -143,6 +162,7 @@ class RayQueueActor:
         else:
             is_success = update.outcome.verb is Verb.SUCCEED
             self._queue.record(events.Ended(now_s, name, is_success, update.outcome.reason))
+        self._queue.forget(name)
 
     def _carry_out(self, command: events.Command) -> None:
         if isinstance(command, events.Placed):
@@ -169,4 +189,4 @@ class RayQueueActor:
         try:
             self._gangs[name] = RayGang(program, bundles_of(devices))
         except (ValueError, self._ray.exceptions.RayError) as error:
-            self._queue.record(events.Lost(time.time(), name, f"Ray rejected the request: {error}"))
+            self._queue.record(events.Lost(self._queue.now_s, name, f"Ray rejected the request: {error}"))

@@ -25,6 +25,29 @@ class NodeBundle:
         return {"GPU": float(self.num_gpus)} if self.num_gpus else {"CPU": float(self.num_cpus)}
 
 
+def host_names(nodes: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a name of each live node in `ray.nodes()` for people: its host name, else its address, as far as only it has it."""
+    alive = [node for node in nodes if node.get("Alive")]
+    found = {}
+    for node in alive:
+        node_id = str(node["NodeID"])
+        for key in ("NodeManagerHostname", "NodeManagerAddress"):
+            name = node.get(key)
+            if name and sum(1 for other in alive if other.get(key) == name) == 1:
+                found[node_id] = str(name)
+                break
+        else:
+            address = node.get("NodeManagerAddress")
+            found[node_id] = f"{address}/{node_id[:6]}" if address else node_id[:12]
+    return found
+
+
+def device_label(device: str, names: Mapping[str, str]) -> str:
+    """Return a device's name for people, such as ``box1:gpu0``."""
+    node, kind, index = device.split("/")
+    return f"{names.get(node, node[:12])}:{kind}{'' if kind.isalpha() else '/'}{index}"
+
+
 def devices_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Device, ...]:
     """Return the devices of the live nodes in `ray.nodes()`: a node's GPUs, or its CPUs if it has none."""
     found = []

@@ -16,6 +16,7 @@ from evenload.job.protocol import ProgressReport, RunnerContract
 from evenload.scheduler.backends.attempt import AttemptOutcome, outcome_of
 from evenload.scheduler.backends.node_command import NodeContext, command_on_node
 from evenload.scheduler.backends.ray.devices import NODE_LABEL, NodeBundle
+from evenload.scheduler.backends.ray.output import attempt_folder, output_path
 from evenload.scheduler.backends.ray.runner import NodeRunner, NodeTask
 from evenload.scheduler.core.states import Verb
 
@@ -41,11 +42,11 @@ class GangProgram:
 
     def task(self, node: NodeContext) -> NodeTask:
         command, variables = command_on_node(self.command, node)
-        folder = self.root / self.job / f"{self.attempt}-{node.node_rank}"
+        folder = attempt_folder(self.root, self.job, self.attempt, node.node_rank)
         contract = RunnerContract(
             self.job, self.attempt, str(folder / "report.json"), str(folder / "stop"), self.grace_s
         )
-        log = log_file(self.root, self.job, node.node_rank)
+        log = output_path(self.root, self.job, self.attempt, node.node_rank)
         return NodeTask(contract, command, self.folder, {**self.environment, **variables}, str(log), self.goes_on)
 
 
@@ -58,11 +59,6 @@ class GangUpdate:
     """Reason why its processes are gone, if it is not the program's fault."""
     blocked: str = ""
     """Reason why Ray does not provide the devices."""
-
-
-def log_file(root: Path, job: str, node_rank: int = 0) -> Path:
-    """Return the file for the program's output; each further node has its own."""
-    return root / (f"{job}.log" if node_rank == 0 else f"{job}.node{node_rank}.log")
 
 
 class RayGang:
@@ -88,6 +84,8 @@ class RayGang:
         self._polled_s = 0.0
         self._failed_s: float | None = None
         self._stop_reason = ""
+        self._num_stops = 0
+        """Stop requests before the program began."""
         self.has_begun = False
 
     def poll(self) -> GangUpdate:
@@ -102,6 +100,7 @@ class RayGang:
     def stop(self, reason: str) -> None:
         """Ask the program on each node to save and stop; a second call ends it at once."""
         self._stop_reason = reason
+        self._num_stops += not self.has_begun
         for runner in self._runners if self.has_begun else ():
             runner.stop.remote(reason)
 
@@ -161,7 +160,7 @@ class RayGang:
         for rank, runner in enumerate(self._runners):
             runner.start.remote(self._program.task(NodeContext(len(self._runners), rank, host, port)))
         self.has_begun = True
-        if self._stop_reason:
+        for _ in range(self._num_stops):
             self.stop(self._stop_reason)
         return GangUpdate(has_begun=True)
 

@@ -92,14 +92,17 @@ class SlurmBackend(SchedulerBackend):
         in_order = sorted(wanted.items(), key=lambda pair: [int(part) for part in pair[0].split("_")])
         return tuple(self._with_record(native, records.get(element)) for element, native in in_order)
 
-    def cancel(self, job: str) -> None:
-        """Cancel a job: a waiting one at once, a running one after it has saved, or at once on a second call."""
+    def cancel(self, job: str, *, now: bool = False) -> None:
+        """Cancel a job: a waiting one at once, a running one after it has saved, or at once on a second call or with `now`."""
         _checked(job)
         known = _in_queue([job])
         live = [native for native in known if not native.has_ended]
         if not live:
             raise QueueError(f"can't cancel job {job}: {'it has ended' if known else 'Slurm has no such job'}")
-        graceful = [native.id for native in live if native.state is JobState.RUNNING and self._mark(native.id)]
+        running = [native.id for native in live if native.state is JobState.RUNNING]
+        for name in running if now else ():
+            self._mark(name)  # marked twice, it ends at once
+        graceful = [name for name in running if self._mark(name)]
         if graceful:
             _cancel("--batch", "--signal=TERM", *graceful)
         marked = [native.id for native in live if native.state is not JobState.PENDING and native.id not in graceful]
