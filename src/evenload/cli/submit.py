@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,23 +130,7 @@ def submit(
             f"{command[0]}: job files are TOML, such as job.toml with the lines command = 'evenload run train.py' and devices = 2"
         )
     path = Path(command.pop(0)) if command and command[0].endswith(".toml") else None
-    given: dict[str, tuple[Any, str]] = {}
-    for key in KEYS:
-        value = context.params.get("link" if key == "links" else key)
-        if value in (None, (), []) or (value is False and key not in ("saves", "snapshot")):
-            continue
-        option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
-        if isinstance(value, bool):
-            given[key] = (value, option if value else f"--no-{key}")
-        elif isinstance(value, list | tuple):
-            given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
-        else:
-            given[key] = (value, f"{option} {value}")
-    if kind:
-        given["kind"] = (",".join(kind), f"--kind {','.join(kind)}")
-    if folder is not None:
-        given["folder"] = (str(Path(folder).expanduser().absolute()), f"--folder {folder}")
-    given |= _environment(env or [])
+    given = _given_options(context.params) | _environment(env or [])
     given |= _backend_options(backend, backend_option or [])
     if command and path is None:
         given["command"] = (command, "the command")
@@ -177,6 +161,27 @@ def submit(
         raise typer.Exit(_interact(submitted.ids[0], queue_folder))
     if wait:
         raise typer.Exit(_wait(submitted.ids, queue_folder))
+
+
+def _given_options(params: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the keys of a job file that options set: for each its value, and how it was written."""
+    given: dict[str, tuple[Any, str]] = {}
+    for key in KEYS:
+        value = params.get("link" if key == "links" else key)
+        if value in (None, (), []) or (value is False and key not in ("saves", "snapshot")):
+            continue
+        option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
+        if isinstance(value, bool):
+            given[key] = (value, option if value else f"--no-{key}")
+        elif key == "kind":
+            given[key] = (",".join(value), f"--kind {','.join(value)}")
+        elif key == "folder":
+            given[key] = (str(Path(value).expanduser().absolute()), f"--folder {value}")
+        elif isinstance(value, list | tuple):
+            given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
+        else:
+            given[key] = (value, f"{option} {value}")
+    return given
 
 
 def _offer_service(queue: Path) -> None:
