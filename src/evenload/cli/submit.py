@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as writer
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from evenload.scheduler.backends import JobStatus
 from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import KEYS, as_table, job_from, merged
+from evenload.scheduler.paths import option_for
 from evenload.scheduler.snapshots import TreeSnapshot
 from evenload.scheduler.submit.submit import SubmittedJob
 from evenload.scheduler.submit.submit import submit as submit_job
@@ -188,8 +188,10 @@ def _offer_service(queue: Path) -> None:
     from evenload.scheduler.user_service import is_offered
 
     if is_offered(queue):
-        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
-        print(f"to have this queue go on after a reboot of the machine: evenload queue service{option}", flush=True)
+        print(
+            f"to have this queue go on after a reboot of the machine: evenload queue service{option_for(queue)}",
+            flush=True,
+        )
 
 
 def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
@@ -238,7 +240,7 @@ def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> Non
     elif job.backend == "local" and job.snapshot is None:
         print(f"no snapshot: {submitted.checked.snapshot_reason}; edits made before the job starts will affect it")
     if job.backend == "local":
-        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
+        option = option_for(queue)
         print(f"watch: evenload ps{option} · evenload logs{option} -f {first} · evenload cancel{option} {first}")
     sys.stdout.flush()
 
