@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints of the settings, the first step and the models."""
+"""Describe a run for ``--dry-run``: its settings, the first step and the models."""
 
 from __future__ import annotations
 
