@@ -5,10 +5,9 @@ from __future__ import annotations
 import json as writer
 import os
 import re
-import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from evenload.scheduler.backends import JobStatus, SchedulerBackend
 from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import KEYS, as_table, job_from, merged
+from evenload.scheduler.paths import option_for
 from evenload.scheduler.snapshots import TreeSnapshot
 from evenload.scheduler.submit.submit import SubmittedJob
 from evenload.scheduler.submit.submit import submit as submit_job
@@ -131,23 +131,7 @@ def submit(
             f"{command[0]}: job files are TOML, such as job.toml with the lines command = 'evenload run train.py' and devices = 2"
         )
     path = Path(command.pop(0)) if command and command[0].endswith(".toml") else None
-    given: dict[str, tuple[Any, str]] = {}
-    for key in KEYS:
-        value = context.params.get("link" if key == "links" else key)
-        if value in (None, (), []) or (value is False and key not in ("saves", "snapshot")):
-            continue
-        option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
-        if isinstance(value, bool):
-            given[key] = (value, option if value else f"--no-{key}")
-        elif isinstance(value, list | tuple):
-            given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
-        else:
-            given[key] = (value, f"{option} {value}")
-    if kind:
-        given["kind"] = (",".join(kind), f"--kind {','.join(kind)}")
-    if folder is not None:
-        given["folder"] = (str(Path(folder).expanduser().absolute()), f"--folder {folder}")
-    given |= _environment(env or [])
+    given = _given_options(context.params) | _environment(env or [])
     given |= _backend_options(backend, backend_option or [])
     if command and path is None:
         given["command"] = (command, "the command")
@@ -180,12 +164,35 @@ def submit(
         raise typer.Exit(_wait(submitted.ids, backends.get(job.backend, queue_folder)))
 
 
+def _given_options(params: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the keys of a job file that options set: for each its value, and how it was written."""
+    given: dict[str, tuple[Any, str]] = {}
+    for key in KEYS:
+        value = params.get("link" if key == "links" else key)
+        if value in (None, (), []) or (value is False and key not in ("saves", "snapshot")):
+            continue
+        option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
+        if isinstance(value, bool):
+            given[key] = (value, option if value else f"--no-{key}")
+        elif key == "kind":
+            given[key] = (",".join(value), f"--kind {','.join(value)}")
+        elif key == "folder":
+            given[key] = (str(Path(value).expanduser().absolute()), f"--folder {value}")
+        elif isinstance(value, list | tuple):
+            given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
+        else:
+            given[key] = (value, f"{option} {value}")
+    return given
+
+
 def _offer_service(queue: Path) -> None:
     from evenload.scheduler.user_service import is_offered
 
     if is_offered(queue):
-        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
-        print(f"to have this queue go on after a reboot of the machine: evenload queue service{option}", flush=True)
+        print(
+            f"to have this queue go on after a reboot of the machine: evenload queue service{option_for(queue)}",
+            flush=True,
+        )
 
 
 def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
@@ -234,7 +241,7 @@ def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> Non
     elif job.backend == "local" and job.snapshot is None:
         print(f"no snapshot: {submitted.checked.snapshot_reason}; edits made before the job starts will affect it")
     if job.backend == "local":
-        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
+        option = option_for(queue)
         print(f"watch: evenload ps{option} · evenload logs{option} -f {first} · evenload cancel{option} {first}")
     sys.stdout.flush()
 

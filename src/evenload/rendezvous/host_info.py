@@ -229,7 +229,7 @@ def _compare_settings(coordinator: HostInfo, member: HostInfo) -> list[str]:
         if here != there:
             errors.append(
                 f"{key} is {_spell(here)} on {coordinator.label} and {_spell(there)} on {member.label}; type the same options "
-                "on all machines (only -d and --throttle may differ)"
+                "on all machines (-d, --throttle, --project-dir and --log-every may differ)"
             )
     if coordinator.arguments != member.arguments:
         errors.append(

@@ -233,6 +233,14 @@ def job_from(values: Mapping[str, Any], sources: Mapping[str, str] | None = None
     return job
 
 
+_LOCAL_ONLY = {
+    "idle_end": ("idle_end_s", "watches its devices"),
+    "begin": ("begin", "holds jobs until a time"),
+    "deadline": ("deadline", "plans for deadlines"),
+}
+"""Keys that other backends can't do: the field of `JobFile`, and what the local queue does for it."""
+
+
 def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     where = {key: sources.get(key, f"{key} = {value!r}") for key, value in values.items()}
     if job.backend not in BACKENDS:
@@ -252,12 +260,9 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
         raise ConfigError(
             f"{where['share_device']}: a job that shares a device can have only one; this job requests {job.max_devices}"
         )
-    if job.idle_end_s is not None and job.backend != "local":
-        raise ConfigError(f"{where['idle_end']}: only the local queue watches its devices; remove it")
-    if job.begin and job.backend != "local":
-        raise ConfigError(f"{where['begin']}: only the local queue holds jobs until a time; remove it")
-    if job.deadline and job.backend != "local":
-        raise ConfigError(f"{where['deadline']}: only the local queue plans for deadlines; remove it")
+    for key, (name, does) in _LOCAL_ONLY.items():
+        if job.backend != "local" and getattr(job, name) not in (None, ""):
+            raise ConfigError(f"{where[key]}: only the local queue {does}; remove it")
     if job.image and job.backend != "local":
         hint = (
             "write it as image below [kubernetes]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import stat
 import sys
@@ -35,6 +36,11 @@ def default_folder() -> Path:
         if SYSTEM_FOLDER.stat().st_uid == 0 and stat.S_ISSOCK((SYSTEM_FOLDER / SOCKET).stat().st_mode):
             return SYSTEM_FOLDER
     return user_folder() / "queue"
+
+
+def option_for(queue: Path) -> str:
+    """Return the option that names a queue in a command line to type, after a space; empty for the default one."""
+    return "" if queue == default_folder().absolute() else f" --queue {shlex.quote(str(queue))}"
 
 
 def user_folder() -> Path:

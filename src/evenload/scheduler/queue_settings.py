@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.foreign_names import describe_unknown
 from evenload.scheduler.core.values import Settings
 from evenload.stored_names import REMOVED_SETTINGS
 
@@ -24,7 +25,8 @@ def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Se
                 f"policy=cost, price_per_hour of the devices, and cheap_hours"
             )
         if name not in known:
-            raise ConfigError(f"{name}={value!r}: there is no such setting of the queue; there are {', '.join(known)}")
+            hint = describe_unknown(name, known, {}) or f"there are {', '.join(known)}"
+            raise ConfigError(f"{name}={value!r}: there is no such setting of the queue; {hint}")
     read: dict[str, Any] = {}
     for name, value in values.items():
         try:

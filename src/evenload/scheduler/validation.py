@@ -12,7 +12,7 @@ import enum
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from evenload.errors import ConfigError
@@ -157,15 +157,7 @@ def _fit(hint: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
         _parts[hint] = get_origin(hint), get_args(hint)
     origin, parts = _parts[hint]
     if origin in (Union, types.UnionType):
-        if value is None and types.NoneType in parts:
-            return None
-        *others, last = (part for part in parts if part is not types.NoneType)
-        for other in others:
-            try:
-                return _fit(other, value, metadata)
-            except _Mismatch:
-                continue
-        return _fit(last, value, metadata)
+        return _fit_one_of(parts, value, metadata)
     if origin in (tuple, frozenset):
         if not isinstance(value, list | tuple | frozenset):
             raise _Mismatch(f"={value!r:.100}: expected a list")
@@ -183,6 +175,18 @@ def _fit(hint: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
         _check(value)
         return value
     return hint(**_values(hint, value))
+
+
+def _fit_one_of(kinds: Sequence[Any], value: Any, metadata: Mapping[str, Any]) -> Any:
+    if value is None and types.NoneType in kinds:
+        return None
+    *others, last = (kind for kind in kinds if kind is not types.NoneType)
+    for other in others:
+        try:
+            return _fit(other, value, metadata)
+        except _Mismatch:
+            continue
+    return _fit(last, value, metadata)
 
 
 def _fit_scalar(kind: type[Any], value: Any, metadata: Mapping[str, Any]) -> Any:

@@ -185,7 +185,9 @@ def test_gradients_of_before_the_loop(init):
 def test_a_sparse_gradient(init):
     model = nn.Embedding(8, 1, sparse=True)
     job = Job(init(), model=model, data=TensorDataset(torch.arange(32) % 8))
-    with _step_error("the gradient of weight is sparse, and gradients are summed as dense ones: use sparse=False"):
+    with _step_error(
+        "the gradient of weight is sparse, and gradients are summed as dense ones: use sparse=False, and Adam in"
+    ):
         job.train(lambda batch: job.model(batch[0]).mean())
 
 

@@ -69,6 +69,7 @@ def test_a_job_runs_and_is_told_everywhere(box: Box, here: Path) -> None:
     rows = json.loads(box.run("ps", "--json", "--all", "--state", "succeeded").out)["jobs"]
     assert number in [row["id"] for row in rows]
     shown = box.run("show", "first").out
+    assert f"(evenload logs --queue {box.queue} {number})" in shown
     assert f"job {number} (first) of " in shown and "succeeded" in shown and "device-hours" in shown
     assert "sh -c 'echo $GREETING $PWD'" in shown and str(here) in shown
     table = json.loads(box.run("show", "--json", number).out)

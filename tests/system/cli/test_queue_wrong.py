@@ -97,7 +97,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         ("show", "1 --live", "--live, --html, --web, --port, --trace, --steps, --to and --logger-option are for runs"),
         ("queue", "dance", "unknown action; actions: show, stop, start, service"),
         ("queue", "set policy=best", "there is no such policy"),
-        ("queue", "set polic=fifo", "there is no such setting of the queue"),
+        ("queue", "set polic=fifo", "there is no such setting of the queue; did you mean 'policy'?"),
         ("queue", "set max_lost=inf", "max_lost='inf': expected a whole number"),
         ("queue", "limit bob", "expected evenload queue limit USER NAME=VALUE"),
         ("queue", "limit bob max_devices=1e9", "max_devices=1e9: expected a whole number, or none"),

@@ -77,7 +77,7 @@ def test_recipes(tmp_path: Path) -> None:
     (alone,) = run_ranks(run_recipes, 1, str(folders[0]), timeout_s=60)
     first, second = run_ranks(run_recipes, 2, str(folders[1]), timeout_s=60, settings={"balance": (70, 30)})
     assert first == second
-    assert set(alone) == {"early stopping", "the best model", "an average", "distillation", "a GAN"}
+    assert set(alone) == {"early stopping", "the best model", "an average", "distillation", "a GAN", "rollouts"}
     for name in alone.keys() - {"a GAN"}:  # its noise is that of each rank
         assert first[name]["val_loss"] == pytest.approx(alone[name]["val_loss"], rel=1e-3), name
         assert first[name]["weights"] == pytest.approx(alone[name]["weights"], rel=1e-2, abs=1e-4), name

@@ -124,6 +124,16 @@ def test_a_script_that_never_calls_init(tmp_path):
     assert "LaunchError: train.py ended without `evenload.init()`, so each of the 2 ranks ran all of it alone" in told
 
 
+def test_settings_for_a_script_that_never_calls_init(tmp_path):
+    ended = evenload_run(tmp_path, "print('alone')", "-d", "cpu", "--dry-run", "--precision", "bf16")
+    assert ended.code == 1 and ended.stdout.endswith("alone\n")
+    assert (
+        "ended without `evenload.init()`, so it ran as it is, and --precision bf16, --dry-run had no effect"
+        in ended.stderr
+    )
+    assert evenload_run(tmp_path, "print('alone')", "-d", "cpu").code == 0
+
+
 CLOSES = """
 import os, signal, time
 def opened():

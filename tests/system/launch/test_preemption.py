@@ -91,7 +91,10 @@ def test_a_request_to_the_supervisor_then_a_stop_file_then_the_end(
     assert_gone(_pids(tmp_path))
     first = _steps(tmp_path)
     assert code == 75 and _steps(tmp_path, 1) == first == list(range(len(first))) and _saved(tmp_path) == len(first)
-    assert stderr == "evenload: SIGTERM: saving and stopping after this step; once more ends it at once\n"
+    assert (
+        stderr
+        == "evenload: SIGTERM: saving and stopping after this step, or at the end of the script; once more ends it at once\n"
+    )
     assert f"evenload: stopped at step {len(first)}, saved in " in stdout and stdout.count("CLEAN") == 2
     assert " s (asked by SIGTERM); start it again: evenload run -d cpu:2 train.py 0.03 resumes\n" in stdout
 

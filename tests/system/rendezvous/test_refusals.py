@@ -208,7 +208,13 @@ def test_a_machine_that_does_not_come_is_named_missing_on_all(ends):
     [
         ("torch", ["torch 2.9.1", "all machines need the same: on box2 (10.77.0.2): python -m pip install torch==2.1"]),
         ("evenload", ["has 0.0.9", f"evenload {evenload.__version__}", "python -m pip install evenload=="]),
-        ("settings", ["seed is 1 on box1 (10.77.0.1) and not set on box2 (10.77.0.2)"]),
+        (
+            "settings",
+            [
+                "seed is 1 on box1 (10.77.0.1) and not set on box2 (10.77.0.2)",
+                "--project-dir and --log-every may differ",
+            ],
+        ),
         ("code", ["the script differs", "scp 10.77.0.1:"]),
         ("arguments", ["the script's arguments differ: none on box1 (10.77.0.1), --lr 1 on box2"]),
         ("nodes", ["--nodes 2:3 on box1 (10.77.0.1), --nodes 2 on box2 (10.77.0.2)"]),

@@ -138,24 +138,14 @@ class _Planning:
         return not is_planned and is_starving(job, self.now_s, self.settings)
 
     def _give_out(self, order: list[Job]) -> None:
-        candidates, changes, free = self.candidates, self.changes, self.free
-        sizes, held, kinds = self.decision.sizes, self.decision.held, self.decision.kinds
-        has_speeds, shares = self.snapshot.layout.has_speeds, any(j.spec.share_device for j in self.snapshot.jobs)
+        candidates, free, sizes, held = self.candidates, self.free, self.decision.sizes, self.decision.held
+        shares = any(j.spec.share_device for j in self.snapshot.jobs)
         for job in order:
-            if held and (reason := held.get(job.id)):
-                if job.state is not RUNNING:
-                    self._wait(job, reason)
-                continue
             if job.state is RUNNING:
-                if candidates.pass_by(job):
-                    if job.id in kinds and changes.is_elsewhere(job):
-                        changes.change_kind(job, candidates)
-                    elif self.window is None and sizes.get(job.id, 0) > len(job.devices):
-                        changes.grow(job)
-                    if has_speeds and free.num_free and job.id not in kinds:
-                        changes.move_to_faster(job, self.window)
+                if not held.get(job.id) and candidates.pass_by(job):
+                    self._improve(job)
                 continue
-            if reason := self.limits.reached(job):
+            if reason := held.get(job.id) or self.limits.reached(job):
                 self._wait(job, reason)
                 continue
             if job.spec.share_device and self._join(job):
@@ -175,6 +165,16 @@ class _Planning:
                 num = max(num, self.limits.most(job.spec.user, size))
             if not self._start(job, num) and not self._may_pass(job):
                 break
+
+    def _improve(self, job: Job) -> None:
+        """Give a job that goes on running devices of another kind, more of them, or faster ones."""
+        kinds = self.decision.kinds
+        if job.id in kinds and self.changes.is_elsewhere(job):
+            self.changes.change_kind(job, self.candidates)
+        elif self.window is None and self.decision.sizes.get(job.id, 0) > len(job.devices):
+            self.changes.grow(job)
+        if self.snapshot.layout.has_speeds and self.free.num_free and job.id not in kinds:
+            self.changes.move_to_faster(job, self.window)
 
     def _join(self, job: Job) -> bool:
         """Start a small job on a device that others share (`core.sharing`); False if there is none."""

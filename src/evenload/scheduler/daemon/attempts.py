@@ -343,35 +343,43 @@ class Attempts:
                 continue
             self._note_start(live, record)
             self._record_report(live, record)
-            ended_s = self._ended_s(gone, attempt.began_s)
-            event: events.QueueEvent = events.Lost(self._state.clock.now_s(), live.fence.job, gone.reason)
-            if gone.result is not None:
-                event = ending(live.fence.job, self._state.clock.now_s(), gone.result, live.report, live.done_before)
-                if isinstance(event, events.Yielded):
-                    self._learning.stopped(live, gone.result, ended_s)
-            job_now = self._state.store.queue_state.jobs[live.fence.job]
-            if isinstance(event, events.Yielded) and job_now.ending is not None:  # why it was to end says more than how
-                event = replace(event, reason="")
-            if isinstance(event, events.Yielded | events.Ended | events.Lost):
-                event = replace(event, ended_s=ended_s)
-            if not may_report(live.folder) and (gone.result is None or gone.result.code is not None):
-                event = final(event, job_now)
+            event = self._event_of(gone, self._ended_s(gone, attempt.began_s))
             is_success = isinstance(event, events.Ended) and event.is_success
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
-                    jobs = self._state.store.queue_state.jobs
-                    now_s = self._state.clock.now_s()
-                    for change in self._state.memory_history.learn(job, jobs, now_s):
-                        record(change)
-                    for change in self._state.run_estimates.learn(job, jobs, now_s):
-                        record(change)
+                    self._learn_from(job, record)
             self._note_release(attempt.fence.job, attempt.devices)
         for name, reason in list(self._failed.items()):
             if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
                 record(events.Lost(self._state.clock.now_s(), name, reason))
             del self._failed[name]
         return recorded
+
+    def _event_of(self, gone: EndedAttempt, ended_s: float) -> events.QueueEvent:
+        """Return how an attempt ended."""
+        live, result, now_s = gone.live, gone.result, self._state.clock.now_s()
+        event: events.QueueEvent = events.Lost(now_s, live.fence.job, gone.reason)
+        if result is not None:
+            event = ending(live.fence.job, now_s, result, live.report, live.done_before)
+            if isinstance(event, events.Yielded):
+                self._learning.stopped(live, result, ended_s)
+        job_now = self._state.store.queue_state.jobs[live.fence.job]
+        if isinstance(event, events.Yielded) and job_now.ending is not None:  # why it was to end says more than how
+            event = replace(event, reason="")
+        if isinstance(event, events.Yielded | events.Ended | events.Lost):
+            event = replace(event, ended_s=ended_s)
+        if not may_report(live.folder) and (result is None or result.code is not None):
+            event = final(event, job_now)
+        return event
+
+    def _learn_from(self, job: Job, record: Record) -> None:
+        """Record what an ended job changes in what is expected of the others."""
+        jobs, now_s = self._state.store.queue_state.jobs, self._state.clock.now_s()
+        for change in self._state.memory_history.learn(job, jobs, now_s):
+            record(change)
+        for change in self._state.run_estimates.learn(job, jobs, now_s):
+            record(change)
 
     def _ended_s(self, gone: EndedAttempt, began_s: float) -> float:
         """Return when an attempt's program ended, by the queue's clock; `began_s` if it never began: nothing is billed."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -17,11 +15,10 @@ from evenload.errors import ConfigError, DataError, StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.data import checks, order, randomness
 from evenload.training.data.cursor import Cursor
-from evenload.training.data.device_copies import start_copy
-from evenload.training.data.global_batch import CopiedAhead, GlobalBatch, spans_of
+from evenload.training.data.global_batch import CopiedAhead, GlobalBatch
 from evenload.training.data.map_reader import MapReader
 from evenload.training.data.places import BatchPlace, RoundPlanner
-from evenload.training.data.prefetch import Span
+from evenload.training.data.read_ahead import Place, ReadAhead
 from evenload.training.data.resumed import check_resumed
 from evenload.training.data.step_planner import StepPlanner
 from evenload.training.data.stream import StreamBatch, StreamReader, check_same_stream
@@ -229,72 +226,46 @@ class GlobalLoader:
         self._leave()
         self._reader.close()
 
-    def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
-        planner, cursor = self._planner, self._cursor
+    def _draw(self, reader: MapReader) -> order.SampleOrder:
+        """Draw the order of the epoch, or of what a resume has left of it."""
+        cursor = self._cursor
         in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
-        agree, self.draws_alone = (None if self.draws_alone else planner.agree), False
+        agree, self.draws_alone = (None if self.draws_alone else self._planner.agree), False
         drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree)
         if self._resized is not None:
             drawn = drawn.in_batches_of(self._resized, self.user_loader, cursor.step, cursor.position)
         check_resumed(self._cursor, drawn, self.user_loader, is_joint=self.is_joint)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
+        return drawn
 
-        ahead: CopiedAhead | None = None
+    def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
+        planner, cursor = self._planner, self._cursor
+        drawn = self._draw(reader)
         begun = drawn.step_at(cursor.position)
         todo: Sequence[int] = range(begun, drawn.num_steps)
         if cursor.ahead:
             todo = [step for step in todo if step not in dict(cursor.ahead)]
-
-        get, switch = reader.span_reader, self._clock.switch
-
-        def read(low: int, high: int) -> Any:
-            before = switch("data")
-            try:
-                return get((low, high))
-            finally:
-                switch(before)
-
         rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
         before = cursor.global_step - begun  # steps of earlier epochs
 
-        def following(place: int | BatchPlace) -> Iterator[int | BatchPlace]:
+        def following(place: Place) -> Iterator[Place]:
             if isinstance(place, int):
                 return planner.following(place, todo)
             return itertools.islice(cast(RoundPlanner, rounds).places_from(place, before, drawn.num_steps), 1, None)
 
-        def plan_of(place: int | BatchPlace, now: GlobalBatch | None = None) -> StepPlan:
+        def plan_of(place: Place, now: GlobalBatch | None = None) -> StepPlan:
             if isinstance(place, BatchPlace):
                 return cast(RoundPlanner, rounds).plan_at(place, cursor.epoch, drawn.bounds)
             return self._plan(place, drawn.bounds[place], drawn.bounds[place + 1], now)
 
-        def wanted(now: GlobalBatch, place: int | BatchPlace) -> Iterator[Span]:
-            yield from now.unread_spans()
-            for later in following(place):
-                yield from spans_of(plan_of(later, now), self._ranks)
-
-        def on_replan() -> None:
-            nonlocal ahead
-            ahead = None
-            with self._clock.segment("data"):
-                reader.read_ahead(functools.partial(wanted, batch, place))
-
-        def copy_next() -> None:
-            nonlocal ahead
-            later = next(iter(following(place)), None)
-            # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
-            if ahead is not None or later is None or not reader.reading.num_workers:
-                return
-            for span in spans_of(plan_of(later, batch), self._ranks)[:1]:  # none where this rank is left out
-                with contextlib.suppress(Exception):  # the next step reads again, and raises there
-                    data = read(*span)
-                    ahead = CopiedAhead(span, data, start_copy(data, self._device))
-
+        ahead = ReadAhead(reader, self._clock, self._device, lambda: self._ranks, following, plan_of)
         copies = self._device.type != "cpu" and len(self._ranks) == 1  # replica threads would read at the same time
         may_repeat = not (copies or self.is_tuned or cursor.ahead) and rounds is None
+        copy_next = ahead.copy_next if copies else lambda: None
         revision: int | None = None
         try:
-            places: Iterator[int | BatchPlace] = iter(
+            places: Iterator[Place] = iter(
                 planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
             )
             while True:
@@ -304,7 +275,7 @@ class GlobalLoader:
                     self.resize(size)
                     drawn = drawn.in_batches_of(size, self.user_loader, at.step, at.position)
                     self._move(epoch_samples=drawn.num_samples)
-                    todo, ahead = range(at.step, drawn.num_steps), None
+                    todo, ahead.copied = range(at.step, drawn.num_steps), None
                     places = iter(planner.steps(todo))
                 if (given := next(places, None)) is None:
                     break
@@ -315,11 +286,11 @@ class GlobalLoader:
                 revised = planner.revision()
                 plan = plan_of(place)
                 number = place.number if isinstance(place, BatchPlace) else None
-                batch = self._batch(plan, read, on_replan, ahead, copy_next if copies else lambda: None, number)
-                ahead = None
+                batch = self._batch(plan, ahead.read, ahead.replan, ahead.copied, copy_next, number)
+                ahead.batch, ahead.place, ahead.copied = batch, place, None
                 if changed or revised != revision:
                     revision = revised
-                    on_replan()
+                    ahead.replan()
                 yield batch
                 if (
                     may_repeat
@@ -330,6 +301,7 @@ class GlobalLoader:
                     while plan.start + 2 * plan.num_samples <= ends_at and planner.revision() == revision:
                         place, plan = next(places), plan.following()
                         batch = batch.following(plan, self._cursor.global_step)
+                        ahead.batch, ahead.place = batch, place
                         yield batch
             self._next_epoch()
         finally:

@@ -161,25 +161,11 @@ def hint_for(error: BaseException) -> str:
     """Return what to write instead; empty if nothing is known."""
     if isinstance(error, EvenloadError):
         return ""
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-        frames = traceback.extract_tb(error.__traceback__)
-        if any(_OPTIM in frame.filename for frame in frames):
-            return _MEMORY_OF_OPTIMIZER
-        # Not of a dataset, nor of a model that is built or moved.
-        in_model = any(frame.name == "_call_impl" or frame.filename.endswith(_FUNCTIONAL) for frame in frames)
-        return _MEMORY_OUTSIDE if in_model else ""
-    if isinstance(error, AttributeError) and error.name == "backward" and isinstance(error.obj, _NOT_STEPS):
-        return _UNPREPARED
     text = str(error)
-    if isinstance(error, AttributeError):
-        for kind, names in (("named_parameters", MODEL_ELSEWHERE), ("param_groups", OPTIMIZER_ELSEWHERE)):
-            if hasattr(error.obj, kind) and (error.name or "") in names:
-                return names[error.name or ""]
-        if found := _SETTER.search(text):
-            return (
-                f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
-                "the DataLoader before run.prepare"
-            )
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+        return _hint_for_memory(error)
+    if isinstance(error, AttributeError) and (hint := _hint_for_attribute(error, text)):
+        return hint
     if text == "EOF when reading a line" or type(error).__name__ == "BdbQuit":
         return _TERMINAL
     if isinstance(error, ImportError) and (found := _IMPORT.search(text)):
@@ -194,6 +180,30 @@ def hint_for(error: BaseException) -> str:
     if "values to unpack" in text and ".prepare(" in _last_line(error):
         return _PREPARE
     return next((hint for sign, hint in _MESSAGES if sign in text), "")
+
+
+def _hint_for_memory(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(_OPTIM in frame.filename for frame in frames):
+        return _MEMORY_OF_OPTIMIZER
+    # Not of a dataset, nor of a model that is built or moved.
+    in_model = any(frame.name == "_call_impl" or frame.filename.endswith(_FUNCTIONAL) for frame in frames)
+    return _MEMORY_OUTSIDE if in_model else ""
+
+
+def _hint_for_attribute(error: AttributeError, text: str) -> str:
+    name = error.name or ""
+    if name == "backward" and isinstance(error.obj, _NOT_STEPS):
+        return _UNPREPARED
+    for kind, names in (("named_parameters", MODEL_ELSEWHERE), ("param_groups", OPTIMIZER_ELSEWHERE)):
+        if hasattr(error.obj, kind) and name in names:
+            return names[name]
+    if found := _SETTER.search(text):
+        return (
+            f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on the "
+            "DataLoader before run.prepare"
+        )
+    return ""
 
 
 def _hint_for_type(error: TypeError, text: str) -> str:

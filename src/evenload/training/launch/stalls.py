@@ -96,22 +96,13 @@ class StallMonitor:
         for name in [one for one in self._activities if was_halted or one in stopped]:  # no time passes there
             self._activities[name] = replace(self._activities[name][0], stuck_s=0.0), now_s
         self._judged_s = now_s
-        stalled: dict[str, str] = {}
-        given_up: set[str] = set()
         is_halted = bool(members) and {*members} <= {*stopped}  # whoever stops all that run means it
         if was_halted or is_halted:
             self._stopped_since_s.clear()
             self._awaited_since_s.clear()
         self._halted_since_s = min(math.inf if was_halted else self._halted_since_s, now_s) if is_halted else math.inf
-        if not is_halted:
-            self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
-            held_up = [name for name in stopped if name in awaited]
-            self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
-            for name, since_s in self._stopped_since_s.items():
-                if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S:
-                    text = f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s"
-                    stalled[name] = text + self._where(name)
-                    given_up |= {name} if now_s - since_s >= GIVEN_UP_S else set()
+        stalled = {} if is_halted else self._too_long_stopped(stopped, now_s, awaited)
+        given_up = {name for name in stalled if now_s - self._stopped_since_s[name] >= GIVEN_UP_S}
         waits = {name: wait for name, (wait, at_s) in self._waits.items() if now_s - at_s <= _WAIT_LASTS_S}
         waits_s = min((wait.seconds for wait in waits.values()), default=0.0)
         in_step_s = min((wait.seconds for wait in waits.values() if wait.in_step), default=math.inf)
@@ -140,6 +131,17 @@ class StallMonitor:
                 absent[name] = f"{what or _OWN_CODE} for {seconds:.0f} s{self._where(name)}"
         halted_s = max(0.0, now_s - self._halted_since_s)
         return StallFindings(stalled, absent, is_too_long, given_up, halted_s, self._deadlock_s(members, now_s))
+
+    def _too_long_stopped(self, stopped: Collection[str], now_s: float, awaited: Collection[str]) -> dict[str, str]:
+        """Note since when workers are stopped; return those that stall by it, each with the sentence that says so."""
+        self._stopped_since_s = {name: self._stopped_since_s.get(name, now_s) for name in stopped}
+        held_up = [name for name in stopped if name in awaited]
+        self._awaited_since_s = {name: self._awaited_since_s.get(name, now_s) for name in held_up}
+        return {
+            name: f"its process has been stopped (SIGSTOP) for {now_s - since_s:.1f} s{self._where(name)}"
+            for name, since_s in self._stopped_since_s.items()
+            if now_s - since_s >= STOPPED_S or now_s - self._awaited_since_s.get(name, now_s) >= AWAITED_S
+        }
 
     def _deadlock_s(self, members: Sequence[str], now_s: float) -> float:
         known = [self._activities[name] for name in members if name in self._activities]

@@ -50,6 +50,7 @@ from evenload.training.launch.worker import end_process
 if TYPE_CHECKING:
     from evenload.rendezvous.settings import RendezvousConfig
     from evenload.rendezvous.world import World
+_SAVES = "saving and stopping after this step, or at the end of the script"
 _POLL_S = 0.04
 _CAUSE_WAIT_S = 2.0
 """Time to wait for the rank that is the cause when others have only lost a peer."""
@@ -278,7 +279,7 @@ class _Supervisor:
             self._stop_forwarded = True
             name = signal.Signals(self.received_signals[0]).name
             saves = status is StopStatus.CAN_SAVE
-            what = "saving and stopping after this step" if saves else "the script is at its end already"
+            what = _SAVES if saves else "the script is at its end already"
             self._outputs.print_line(f"evenload: {name}: {what}; once more ends it at once")
             self._members.stop_joins()
             for worker in self._members.own_workers if saves else ():

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evenload.config import spell_option
 from evenload.errors import ConfigError, EvenloadError, LaunchError
 from evenload.job import EXIT_CODE
 from evenload.training.launch import stop_status
@@ -112,8 +113,8 @@ def main(argv: list[str] | None = None) -> None:
             run_function(Path(spec.call), spec.rank)
         else:
             run_script(arguments)
-        if spec.world_size > 1 and not progress.initialised and not spec.call:
-            raise LaunchError(_no_init(arguments, spec.world_size))
+        if not progress.initialised and not spec.call and (spec.world_size > 1 or spec.settings):
+            raise LaunchError(_no_init(arguments, spec))
         if len(spec.devices) > 1 and not progress.placed and not progress.initialised:
             raise ConfigError(devices_without_effect(spec))
     except SystemExit as error:
@@ -202,10 +203,14 @@ def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, types.CodeT
     return spec, code
 
 
-def _no_init(arguments: list[str], world_size: int) -> str:
+def _no_init(arguments: list[str], spec: WorkerSpec) -> str:
     script = " ".join(arguments[: 2 if arguments[0] == "-m" else 1])
+    effect = f"each of the {spec.world_size} ranks ran all of it alone"
+    if spec.world_size == 1:
+        options = ", ".join(spell_option(name, value) for name, value in spec.settings.items())
+        effect = f"it ran as it is, and {options} had no effect"
     return (
-        f"{script} ended without `evenload.init()`, so each of the {world_size} ranks ran all of it alone; add\n"
+        f"{script} ended without `evenload.init()`, so {effect}; add\n"
         "    run = evenload.init()\n"
         "    model, loader = run.prepare(model, loader)\n"
         "and `step.backward(loss_fn)` in the loop, or start it with plain python"

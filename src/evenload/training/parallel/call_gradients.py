@@ -312,7 +312,10 @@ def is_sharded(param: torch.Tensor) -> bool:
 
 
 def sparse_error(name: str) -> StepError:
-    return StepError(f"the gradient of {name} is sparse, and gradients are summed as dense ones: use sparse=False")
+    return StepError(
+        f"the gradient of {name} is sparse, and gradients are summed as dense ones: use sparse=False, and Adam in place of "
+        "SparseAdam"
+    )
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import socket
 import sys
-import time
-import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from evenload.atomic_file import write_atomically
-from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, check_setting, resolve
+from evenload.config import COMMAND_LINE, SPAWN, Config, check_setting, resolve
 from evenload.errors import ConfigError
-from evenload.job import attempt
 from evenload.job.output import open_standard_streams
-from evenload.records.folder_lock import LOCK_FILE, lock_folder
 from evenload.records.loggers.catalogue import check_loggers
-from evenload.records.reader import last_step_in
-from evenload.records.recorder import Recorder, print_lines
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
 from evenload.training.comm.clock import StepClock
@@ -43,13 +33,14 @@ from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
-from evenload.training.launch.run_control import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.launch.uncaught import report_uncaught
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.session import async_run
 from evenload.training.session.late_init import name_if_late
+from evenload.training.session.run_folder import RunFolder, fresh_is_done
+from evenload.training.session.setting_checks import check_balance, check_contradictions, check_same_settings
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.step import StepLoop
@@ -57,8 +48,6 @@ from evenload.training.step.step_recorder import StepRecorder
 
 _NAME_WORDS = 8
 """Numbers that hold the name of a device, 6 bytes each: integers below 2^53 are exact."""
-_FRESH_FOR = "fresh_for_job"
-"""File in the run folder that names the queue's job whose ``--fresh`` was applied there."""
 
 
 def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> TrainingContext:
@@ -74,42 +63,13 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
     spec = adopt_group() if dist.is_initialized() else detect()
     if spec.origin not in ("evenload", "spawn"):
         report_uncaught(spec.world_size, spec.rank)
-    config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
-    if "batch_lr" in config.sources and config.batch_max is None:
-        raise ConfigError(
-            f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
-            "batch_max too, or leave it out"
-        )
-    if config.fresh and config.override:
-        raise ConfigError("--override has no effect with --fresh, which resumes nothing; leave one of them out")
-    if config.wire != "fp32" and config.strategy not in ("ddp", "local"):
-        raise ConfigError(
-            f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "
-            "strategy='ddp' sum gradients, and the islands of strategy='local' pseudo-gradients; leave one of them out"
-        )
-    _check_local(config, spec.mode)
-    replicas: tuple[ReplicaDevice, ...] = ()
-    if config.strategy == STRATEGY:
-        replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
-    async_run.check_settings(config, spec)
-    _check_balance(config, len(replicas) or spec.world_size)
-    if "project_dir" not in config.sources:
-        config = replace(config, project_dir=f"runs/{_run_name()}")
+    config, replicas = _read_settings(script, spec)
     if len(replicas) > 1:
         spec = replace(spec, device=replicas[0].device, device_names=tuple(replica.name for replica in replicas))
     device = _device(spec)
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
-    sums_encoded = config.wire != "fp32" and config.strategy == "ddp"
-    options: dict[str, Any] = {
-        # `Groups` checks whether each rank has a GPU of its own.
-        "backend": spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
-        "timeout_s": config.timeout_s,
-        "is_watched": is_watched(config, spec) and "timeout_s" not in config.sources,
-        "gpu": _gpu(device),
-        "inner_backend": spec.inner_backend,
-        "has_wire": sums_encoded,
-    }
+    options = _group_options(config, spec, device)
     # A worker that joins a run is a world of one until the others admit it (elastic/).
     alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
     members = alone if spec.joining else Membership(spec.generation, spec.workers, spec.store)
@@ -118,7 +78,7 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
         late.enter_context(name_if_late(groups.rank))
     offer_store()
     control = Control(groups)
-    _check_same_settings(config, control)
+    check_same_settings(config, control)
     if spec.world_size > 1 and not spec.device_names:
         spec = replace(spec, device_names=_exchange_names(_device_name(device), control))
     islands: IslandMap | None = None
@@ -128,40 +88,13 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
     step_groups = IslandGroups(groups, islands, **options) if islands is not None and len(islands) > 1 else groups
     randomness.seed_all(device, config.seed)
     folder = Path(check_setting("project_dir", Path(config.project_dir).absolute(), f"run folder {config.project_dir}"))
-    writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
-    if config.fresh and _fresh_is_done(folder):
+    if config.fresh and fresh_is_done(folder):
         config = replace(config, fresh=False)
     control.barrier(Operation.INIT)
     check_loggers(config.loggers, config.logger_options)
-    if config.fresh and writes and (folder / LOCK_FILE).exists():
-        lock_folder(folder).close()  # before anything of another run is moved
-    if config.fresh and Path.cwd().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"--fresh would move {folder} aside, which holds the folder of this script; set a project_dir of its own, such as "
-            "runs/name"
-        )
-    old = _contents(folder) if config.fresh and writes else {}
-    recorder = StepRecorder(
-        None if old else _open_records(spec, config, folder, writes), writes, on_device=device.type == "cuda"
-    )
-
-    def open_folder() -> None:
-        if old:
-            with lock_folder(folder):  # from here on no other run begins in the folder that is moved
-                _locks.append(_move_aside(folder, old))
-            old.clear()
-            recorder.open(_open_records(spec, config, folder, writes))
-
-    def take_records() -> None:
-        records = _open_records(spec, config, folder, writes=True, takes_over=True)
-        recorder.take_over(records, last_step_in(folder))
-
-    if config.fresh and writes and not old:
-        _note_fresh(folder)
+    run_folder = RunFolder(folder, spec, config, on_device=device.type == "cuda")
+    recorder = run_folder.recorder
     control.barrier(Operation.INIT)  # the folder exists when init returns, on every rank of this machine
-    clock = StepClock(device)
-    precision = Precision(config.precision, device)
-    grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
     if len(replicas) == 1:
         recorder.event("replicas", _one_device(replicas[0].device))
     if why := groups.why_not_shared:
@@ -169,16 +102,16 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
     seed = mix(config.seed, islands.own) if islands is not None and islands.own else config.seed
     link = LinkMeter(groups, always=config.wire == "auto")
-    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if sums_encoded else None
+    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if _sums_encoded(config) else None
     parts = StrategyParts(
         spec,
         device,
         seed,
         step_groups,
-        clock,
-        precision,
+        StepClock(device),
+        Precision(config.precision, device),
         throttle,
-        grad_norms,
+        GradNorms() if config.batch_max is not None and spec.mode == "train" else None,
         replicas,
         wire,
         link,
@@ -188,33 +121,35 @@ def open_context(script: dict[str, Any], late: contextlib.ExitStack) -> Training
     )
     if config.strategy == async_run.STRATEGY:
         recorder.event("async", async_run.describe(config, spec))
-    asynchronous = async_run.is_asynchronous(config, spec)
-    engine = Engine(
-        device=device,
-        groups=step_groups,
-        control=control if step_groups is groups else Control(step_groups),
-        strategy=open_strategy(config.strategy, parts),
-        precision=precision,
-        clock=clock,
-        recorder=recorder,
-        throttle=throttle,
-        check_every=0 if config.check_every == "off" or asynchronous else int(config.check_every),
-        grad_norms=grad_norms,
-    )
+    engine = _open_engine(config, parts, control if step_groups is groups else Control(step_groups), recorder)
     if islands is not None:
         engine.stays_because = "under strategy local no rank leaves its island"
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
     worker.set_initialised(folder)
     return TrainingContext(
-        *(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry),
-        take_records,
-        open_folder,
+        *(spec, config, folder, device, groups, control, parts.clock, recorder, engine, loop, registry),
+        run_folder.take_records,
+        run_folder.open,
         step_groups,
         islands,
         wire,
         link,
     )
+
+
+def _read_settings(script: dict[str, Any], spec: WorkerSpec) -> tuple[Config, tuple[ReplicaDevice, ...]]:
+    """Return the settings of the script and of the command line, and the replicas of this process under strategy dp."""
+    config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
+    check_contradictions(config, spec)
+    replicas: tuple[ReplicaDevice, ...] = ()
+    if config.strategy == STRATEGY:
+        replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
+    async_run.check_settings(config, spec)
+    check_balance(config, len(replicas) or spec.world_size)
+    if "project_dir" not in config.sources:
+        config = replace(config, project_dir=f"runs/{_run_name()}")
+    return config, replicas
 
 
 def is_watched(config: Config, spec: WorkerSpec) -> bool:
@@ -223,66 +158,38 @@ def is_watched(config: Config, spec: WorkerSpec) -> bool:
     return MessageChannel.is_free(spec.channel) and trains and not config.dry_run
 
 
-def _check_local(config: Config, mode: str) -> None:
-    """Raise ConfigError for settings that have no effect with or without strategy local."""
-    given = [config.sources[name] for name in LOCAL_SETTINGS if name in config.sources]
-    if config.strategy != "local":
-        if given:
-            raise ConfigError(
-                f"{given[0]} has no effect with strategy {config.strategy}: only islands of strategy='local' synchronise rarely; "
-                "set strategy='local', or leave it out"
-            )
-        return
-    if mode == "measure":
-        raise ConfigError(
-            "strategy='local' cannot be measured against others in one set of processes; measure strategy='ddp'"
-        )
-    if config.batch_max is not None:
-        raise ConfigError(
-            "batch_max with strategy='local': a batch grows by noise that all ranks measure; leave one of them out"
-        )
-    if config.wire == "auto":
-        raise ConfigError(
-            f"{config.sources['wire']} with strategy='local': it chooses by the noise of gradients, which all ranks of "
-            "strategy='ddp' measure in each step; set bf16, fp16, int8 or powersgd for the pseudo-gradients"
-        )
-    if config.local_steps == "auto" and config.sync_every == 1:
-        raise ConfigError(
-            f"{config.sources['local_steps']} has no effect with sync_every=1: each island makes at least one step between two "
-            "synchronisations; set a larger sync_every, or local_steps='equal', which divides each batch by speed"
-        )
-    if config.fragments > config.sync_every:
-        raise ConfigError(
-            f"fragments={config.fragments} with sync_every={config.sync_every}: each fragment needs a step of its own; set "
-            "fewer fragments, or a larger sync_every"
-        )
-    if config.sync_delay * config.fragments > config.sync_every:
-        raise ConfigError(
-            f"sync_delay={config.sync_delay} with sync_every={config.sync_every} and fragments={config.fragments}: a sum is used "
-            f"before the next one begins, at most {config.sync_every // config.fragments} steps after it was sent"
-        )
+def _sums_encoded(config: Config) -> bool:
+    """Return whether gradients are summed in another format than their own."""
+    return config.wire != "fp32" and config.strategy == "ddp"
 
 
-def _open_records(
-    spec: WorkerSpec, config: Config, folder: Path, writes: bool, *, takes_over: bool = False
-) -> Recorder:
-    records = Recorder(
-        folder if writes else None,
-        loggers=config.loggers,
-        logger_options=config.logger_options,
-        hyperparameters=as_table(config),
-        console=spec.origin != "evenload",
-        log_every_s=config.log_every_s,
-        job=None if (now := attempt()) is None else now[0],
-        takes_over=takes_over,
+def _group_options(config: Config, spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
+    auto = "nccl" if device.type == "cuda" else "gloo"
+    return {
+        # `Groups` checks whether each rank has a GPU of its own.
+        "backend": auto if spec.backend == "auto" else spec.backend,
+        "timeout_s": config.timeout_s,
+        "is_watched": is_watched(config, spec) and "timeout_s" not in config.sources,
+        "gpu": _gpu(device),
+        "inner_backend": spec.inner_backend,
+        "has_wire": _sums_encoded(config),
+    }
+
+
+def _open_engine(config: Config, parts: StrategyParts, control: Control, recorder: StepRecorder) -> Engine:
+    never_compares = config.check_every == "off" or async_run.is_asynchronous(config, parts.spec)
+    return Engine(
+        device=parts.device,
+        groups=parts.groups,
+        control=control,
+        strategy=open_strategy(config.strategy, parts),
+        precision=parts.precision,
+        clock=parts.clock,
+        recorder=recorder,
+        throttle=parts.throttle,
+        check_every=0 if never_compares else int(config.check_every),
+        grad_norms=parts.grad_norms,
     )
-    if writes:
-        # The rank before has written both; a full disk is no reason to end the run.
-        with contextlib.suppress(OSError) if takes_over else contextlib.nullcontext():
-            records.settings(as_table(config))
-            if spec.launch_dir:
-                write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
-    return records
 
 
 def _one_device(device: str) -> str:
@@ -332,77 +239,3 @@ def _gpu(device: torch.device) -> str:
         return ""
     known = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return str(known or f"{socket.gethostname()}/{device.index}")
-
-
-def _check_balance(config: Config, world_size: int) -> None:
-    if isinstance(config.balance, tuple) and len(config.balance) != world_size:
-        raise ConfigError(
-            f"{config.sources['balance']}: {len(config.balance)} shares, but there are {world_size} ranks; give one share "
-            "per rank"
-        )
-
-
-def _check_same_settings(config: Config, control: Control) -> None:
-    """Raise ConfigError on all ranks if a setting differs; ``seed=rank`` would give each rank its own order of samples."""
-    keys = [name for name, setting in SETTINGS.items() if not setting.rank_0_only]
-    rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
-    for rank, row in enumerate(rows):
-        for key, own, first in zip(keys, row, rows[0], strict=True):
-            if own != first:
-                raise ConfigError(
-                    f"{key} differs: rank {rank} has another value than rank 0; give init the same settings on every rank"
-                )
-
-
-def _fresh_is_done(folder: Path) -> bool:
-    """Return whether an earlier attempt of this queue's job applied ``--fresh``, which holds once per job."""
-    now = attempt()
-    if now is None or now[1] == 1:
-        return False
-    try:
-        return (folder / _FRESH_FOR).read_text() == now[0]
-    except OSError:
-        return False
-
-
-def _note_fresh(folder: Path) -> None:
-    now = attempt()
-    if now is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _FRESH_FOR).write_text(now[0])
-
-
-def _contents(folder: Path) -> dict[str, int]:
-    """Return the names in a folder, with the times of their last change."""
-    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
-
-
-_locks: list[IO[str]] = []
-"""Of folders that were begun anew; to close one would end the lock that the recorder holds on the same file."""
-
-
-def _move_aside(folder: Path, old: Mapping[str, int]) -> IO[str]:
-    """Move a folder away, but leave the files that the script wrote since its contents were `old`; return the new one's lock."""
-    name, folder = folder.name, folder.resolve()  # of a link the target is moved, and the link stays
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-    index = 1
-    while aside.exists():
-        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
-        index += 1
-    new = folder.with_name(f".{folder.name}.{os.getpid()}")
-    new.mkdir(exist_ok=True)
-    lock = lock_folder(new)  # no other run may begin in it before this one
-    shutil.move(folder, aside)
-    try:
-        new.rename(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} is in use by another process, which begins it anew ({error})"
-        ) from error
-    for entry, changed_ns in _contents(aside).items():
-        is_new = entry not in old or (changed_ns != old[entry] and not (aside / entry).is_dir())
-        if is_new and entry != LOCK_FILE:
-            (aside / entry).rename(folder / entry)
-    _note_fresh(folder)
-    print_lines([f"evenload: --fresh: moved the contents of {name} to {aside.name if name == folder.name else aside}"])
-    return lock

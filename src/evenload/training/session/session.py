@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import open_adaptive_batch
@@ -39,6 +38,7 @@ from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.session import prepare
 from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
+from evenload.training.session.dry_run import describe_run
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.live_objects import live_objects
 from evenload.training.session.open import is_watched
@@ -267,13 +267,7 @@ class Session(StepListener):
         well = well and not context.loop.left
         try:
             if well:
-                if worker.progress.exit_code == 0:
-                    context.control.meet()  # the script goes to its end as if it had left its loop by break
-                if self._members is not None:
-                    self._members.finish()
-                context.loop.settle()
-                if self._islands is not None:
-                    self._islands.finish()
+                self._meet_at_end()
             else:
                 context.control.meets_later = None
                 with contextlib.suppress(EvenloadError):
@@ -293,29 +287,45 @@ class Session(StepListener):
                     is_saved = context.groups.rank == 0
                     self._saver.close(well)
         finally:
-            for hook in self._hooks:
-                hook.remove()
-            for loader in self._loaders:
-                loader.loader.close()
-            close_persistent_workers()
-            context.loop.close()
-            self._contract.close()
-            context.engine.strategy.detach()
-            if self._islands is not None:
-                self._islands.close()
-            rpc.end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
-            for model in self._models:
-                restore(model)
-            try:
-                context.recorder.close(well)
-            finally:
-                self._stopper.close(well)
-                with contextlib.suppress(EvenloadError):
-                    if context.step_groups is not context.groups:
-                        context.step_groups.close()
-                    context.groups.close()
-                if self._members is not None:
-                    self._members.close()
+            self._release(well)
+
+    def _meet_at_end(self) -> None:
+        """Wait for the other ranks at the end of the script, which then all have the newest state."""
+        context = self._context
+        if worker.progress.exit_code == 0:
+            context.control.meet()  # the script goes to its end as if it had left its loop by break
+        if self._members is not None:
+            self._members.finish()
+        context.loop.settle()
+        if self._islands is not None:
+            self._islands.finish()
+
+    def _release(self, well: bool) -> None:
+        """Leave the script's own objects bare, and close records, groups and connections."""
+        context = self._context
+        for hook in self._hooks:
+            hook.remove()
+        for loader in self._loaders:
+            loader.loader.close()
+        close_persistent_workers()
+        context.loop.close()
+        self._contract.close()
+        context.engine.strategy.detach()
+        if self._islands is not None:
+            self._islands.close()
+        rpc.end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
+        for model in self._models:
+            restore(model)
+        try:
+            context.recorder.close(well)
+        finally:
+            self._stopper.close(well)
+            with contextlib.suppress(EvenloadError):
+                if context.step_groups is not context.groups:
+                    context.step_groups.close()
+                context.groups.close()
+            if self._members is not None:
+                self._members.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         loop = self._context.loop
@@ -386,27 +396,9 @@ class Session(StepListener):
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:
-        context = self._context
-        if context.groups.rank != 0:
-            return
-        sources = context.config.sources
-        lines = [*self._saver.decisions, "settings:"]
-        for key, value in as_table(context.config).items():
-            if key != "sources":
-                lines.append(f"  {key} = {value!r}  ({sources.get(key, 'default')})")
-        if step is None:
-            lines.append("nothing to train: no step began")
-        else:
-            plan = step.batch.plan
-            lines.append(
-                f"first step: {plan.num_samples} {step.loader.unit_name}, shares {list(plan.shares)}, "
-                f"{plan.num_micro} micro-batches"
-            )
-        for model in self._models:
-            count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            held = sum(p.numel() * p.element_size() for p in model.parameters())
-            lines.append(f"model {type(model).__name__}: {count:,} trainable parameters, {held / 2**20:,.1f} MiB")
-        print("\n".join([*lines, *self._advice.for_a_dry_run()]), flush=True)
+        if self._context.groups.rank == 0:
+            found = describe_run(self._context.config, self._models, self._saver.decisions, step)
+            print("\n".join([*found, *self._advice.for_a_dry_run()]), flush=True)
 
 
 def _ended_well(stopped: bool) -> bool:

@@ -12,12 +12,10 @@ import contextlib
 import functools
 import math
 import operator
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,14 +23,11 @@ from torch import nn
 from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import randomness
 from evenload.training.compute.batch_loss import CoupledLoss
-from evenload.training.compute.buffers import BufferGuard, buffers_restored
-from evenload.training.compute.label_watch import describe_unweighted
+from evenload.training.compute.buffers import buffers_restored
 from evenload.training.compute.micro_steps import LossFn
-from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
 from evenload.training.data.batches import leaves_of
 from evenload.training.data.randomness import find_generators, holders, save_generators
-from evenload.training.data.rows import NoRowsError, cut_rows
 from evenload.training.parallel.grad_hooks import SummedHooks
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
@@ -40,12 +35,13 @@ from evenload.training.step.step import Step, StepListener
 from evenload.training.verify import wrong_units as wrong
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
+from evenload.training.verify.few_samples import FewSamples, probe, take_hooks
 from evenload.training.verify.findings import TOLERANCES
 from evenload.training.verify.loss_state import state_restored, uses_an_iterator, weights_restored
 from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
-from evenload.training.verify.random_draws import HALF, OwnState, SharedDraws
+from evenload.training.verify.random_draws import HALF
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
-from evenload.training.verify.sides import Gradient, without_dropout
+from evenload.training.verify.sides import Gradient
 from evenload.training.verify.wrong_units import describe_state, describe_wrong_units, difference
 
 _LEAST_SAMPLES = 4
@@ -79,6 +75,7 @@ _CERTAIN = 0.05
 _SINGLE, _DOUBLE = 1e-6, 1e-7
 """‖Δg‖/‖g‖ that counts as rounding where all is float32 on a CPU, and of float64, inside of which a kernel may use float32."""
 Finding = tuple[str, str]  # kind and message of an event; both empty where nothing is wrong
+Spans = Sequence[tuple[int, int]]
 
 
 class CouplingWatch(StepListener):
@@ -169,115 +166,68 @@ class CouplingWatch(StepListener):
         # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
         if read is None or any(getattr(module, "running_mean", 0) is None for _, module in batch_norms(self._models)):
             return None
-        data, num_read, first = read
-        has_rows = _has_rows(data, num_read)
-        num = min(num_read, num_samples)
-        quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
-        # A change of others is no state unless a later call shows it: `_set_aside` restores those.
-        named, is_half, buffers = False, False, BufferGuard(self._models, persistent_only=True)
-        set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
-        per_sample: list[float] = []
-        metrics: list[dict[str, float]] = []
-
-        def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
-            nonlocal named, is_half
-            # What collate_fn makes of each part: of a batch without rows, such as one of graphs, nothing can be cut out.
-            is_cut = has_rows and not anew
-            part = cut_rows(data, low, high, num_read) if is_cut else step.batch.read(first + low, first + high)
-            key = (self._context.config.seed + shift, step.index, call)
-            randomness.seed_all(device, *key)
-            buffers.save()
-            try:
-                with SharedDraws(low, high - low, num, OwnState(device, *key, 1)) as drawn:
-                    result = read_result(quiet(part))
-                is_half = is_half or drawn.saw_half
-                if len(set_in_calls) < 3:
-                    set_in_calls.append(buffers.changed())
-                buffers.forget()
-                named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
-                units = float(high - low if result.weight is None else result.weight)
-                metrics.append({name: float(value) for name, value in result.metrics.items()})
-                # As in the step, for hooks and functions that clamp the gradient of a sample.
-                per_sample.append(units / num or 1.0)
-                scale = units / (per_sample[0] * step.batch.num_samples) or 1.0
-                _take_hooks(params)
-                grads = torch.autograd.grad(result.loss * scale, params, allow_unused=True) if gradients else ()
-            finally:
-                buffers.restore()
-            values: list[torch.Tensor | None] = [None if grad is None else grad / scale for grad in grads]
-            return Gradient(values, float(result.loss.detach()), units, result.weight is not None)
-
-        def draws() -> bool:
-            """Return True if random numbers of loss_fn are not those of each sample (mixup)."""
-            compute(0, num, gradients=False)
-            drew = _probe(device)
-            randomness.seed_all(device, self._context.config.seed, step.index, call)
-            return drew != _probe(device)
-
+        few = FewSamples(self._context, self._models, self._params(), step, loss_fn, call, read, num_samples)
+        compute, num, device = few.compute, few.num, self._context.device
         # Of unequal size: what goes up and down by turns along the samples may be equal in two halves.
         cut = num * 5 // 8
         whole, spans = compute(0, num), ((0, cut), (cut, num))
         if not math.isfinite(whole.loss) or not whole.norm() or not math.isfinite(whole.norm()):
             return None
-        after = _probe(device)
+        after = probe(device)
         parts = [compute(low, high) for low, high in spans]
         if step.batch.plan.num_micro > 1 or self._context.num_sharing > 1:
             compute(0, num, 1, gradients=False)
-            if any(map(operator.eq, after, _probe(device))):
+            if any(map(operator.eq, after, probe(device))):
                 return "own_generator", _OWN_SEED
         if not any(part.units and math.isfinite(part.loss) for part in parts):
             return None
-        dtypes = {p.dtype for p in params}
-        tolerance = TOLERANCES["bfloat16" if dtypes.intersection(HALF) else "float16" if is_half else "float32"]
-        if state := describe_state(whole, compute(0, num), set_in_calls[1:3], tolerance / 100):
+        tolerance = TOLERANCES["bfloat16" if few.dtypes.intersection(HALF) else "float16" if few.is_half else "float32"]
+        if state := describe_state(whole, compute(0, num), few.set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
+        found = self._compare(few, whole, parts, spans, tolerance)
+        if found.kind == "coupled":
+            # With random numbers of its own, only the mean over many shows it.
+            return self._coupled(step, found) if not few.draws() or _differs_on_average(few, spans) else None
+        wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
+        if not wrong_units or few.is_unweighted:
+            if gap := _padding_gap(few, spans, parts, tolerance):
+                effect = self._effect(step, wrong.PADDED_ALONE)
+                return "padding", f"{wrong.PADDING} {gap:.1%}. {effect}. {wrong.PADDING_FIX}"
+            if (message := wrong.describe_metrics(whole, parts, few.metrics)) and not few.draws():
+                return "metric_units", message
+            return ("unequal_reads", _UNEQUAL_READS) if self._reads_differ(step, few.first) else ("", "")
+        # A collate_fn may count the units of its batch, and then those of a part are no rows of it.
+        whole, *parts = (compute(low, high, anew=True) for low, high in ((0, num), *spans))
+        again = fit_parts(whole, parts, tolerance)
+        wrong_units = describe_wrong_units(whole, parts, again, is_random=few.draws())
+        return "wrong_units" if wrong_units else "", wrong_units
+
+    def _compare(
+        self,
+        few: FewSamples,
+        whole: Gradient,
+        parts: Sequence[Gradient],
+        spans: Spans,
+        tolerance: float,
+    ) -> PartsFit:
+        """Fit the parts to the whole; as finely as rounding allows where that finds a coupled loss."""
         found = coarse = fit_parts(whole, parts, tolerance)
         bound = tolerance
-        rounds = is_half or (device.type != "cpu" and torch.float32 in dtypes)  # TF32 on a GPU
+        rounds = few.is_half or (self._context.device.type != "cpu" and torch.float32 in few.dtypes)  # TF32 on a GPU
         if not (rounds or found.kind == "coupled" or describe_wrong_units(whole, parts, found, is_random=False)):
             # Where the gradients of the parts nearly cancel out, rounding is a larger part of the whole.
             cancelled = max(1.0, max(part.norm() for part in parts) / whole.norm())
-            bound = (_SINGLE if torch.float32 in dtypes else _DOUBLE) * cancelled**2
+            bound = (_SINGLE if torch.float32 in few.dtypes else _DOUBLE) * cancelled**2
             fine = fit_parts(whole, parts, bound)
             found = fine if fine.kind == "coupled" else found
         if found.kind == "coupled" and found.rest < _CERTAIN:
             # Where a model has learned its samples, rounding may be a large part of gradients that nearly vanish.
-            narrow, quiet = quiet, in_double(quiet)
+            narrow, few.quiet = few.quiet, in_double(few.quiet)
             try:
-                found = fit_parts(compute(0, num), [compute(low, high) for low, high in spans], bound)
+                found = fit_parts(few.compute(0, few.num), [few.compute(low, high) for low, high in spans], bound)
             except Exception:  # code that compares dtypes itself, as that of RNNs
-                found, quiet = coarse, narrow
-        if found.kind == "coupled":
-            if draws():
-                # Then only the mean over many shows it.
-                wholes = [compute(0, num, shift, gradients=False) for shift in range(NUM_SEEDS)]
-                in_parts = [
-                    [compute(low, high, shift, gradients=False) for low, high in spans] for shift in range(NUM_SEEDS)
-                ]
-                return self._coupled(step, found) if differs_on_average(wholes, in_parts) else None
-            return self._coupled(step, found)
-        wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
-        if not wrong_units or named:
-            for (low, high), part in zip(spans, parts, strict=True) if has_rows else ():
-                anew = step.batch.read(first + low, first + high)
-                if not _differs_in_padding(anew, cut_rows(data, low, high, num_read)):
-                    continue
-                # Random numbers of padded positions are others in a batch of another length.
-                if difference(compute(low, high, 1), part) > tolerance:
-                    continue
-                if (gap := difference(compute(low, high, anew=True), part)) > tolerance:
-                    return (
-                        "padding",
-                        f"{wrong.PADDING} {gap:.1%}. {self._effect(step, wrong.PADDED_ALONE)}. {wrong.PADDING_FIX}",
-                    )
-            if (message := wrong.describe_metrics(whole, parts, metrics)) and not draws():
-                return "metric_units", message
-            return ("unequal_reads", _UNEQUAL_READS) if self._reads_differ(step, first) else ("", "")
-        # A collate_fn may count the units of its batch, and then those of a part are no rows of it.
-        whole, *parts = (compute(low, high, anew=True) for low, high in ((0, num), *spans))
-        again = fit_parts(whole, parts, tolerance)
-        wrong_units = describe_wrong_units(whole, parts, again, is_random=draws())
-        return "wrong_units" if wrong_units else "", wrong_units
+                found, few.quiet = coarse, narrow
+        return found
 
     def _read(self, step: Step, num_samples: int) -> tuple[Any, int, int] | None:
         """Return a batch of samples of this rank, or of others where it has too few, their number, and the first's position."""
@@ -362,25 +312,10 @@ def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        _take_hooks([param for param, _ in held])
+        take_hooks([param for param, _ in held])
         hooks.put_back()
         for param, grad in held:
             param.grad = grad
-
-
-def _take_hooks(params: Sequence[nn.Parameter]) -> None:
-    """Forget hooks that loss_fn has added in these calls."""
-    for param in params:
-        if param._backward_hooks:
-            param._backward_hooks.clear()
-
-
-def _has_rows(data: Any, num_samples: int) -> bool:
-    try:
-        cut_rows(data, 0, 1, num_samples)
-    except NoRowsError:
-        return False
-    return True
 
 
 def _differs_in_padding(anew: Any, cut: Any) -> bool:
@@ -393,7 +328,21 @@ def _differs_in_padding(anew: Any, cut: Any) -> bool:
     )
 
 
-def _probe(device: torch.device) -> tuple[float, ...]:
-    """Draw from all generators, to see whether two states are equal."""
-    pair = (torch.rand((), dtype=torch.float32, device=where) for where in ("cpu", device))
-    return *map(float, pair), random.random(), float(np.random.random())
+def _padding_gap(few: FewSamples, spans: Spans, parts: Sequence[Gradient], tolerance: float) -> float:
+    """Return by how much a part's gradient changes with less padding; 0 where it doesn't."""
+    for (low, high), part in zip(spans, parts, strict=True) if few.has_rows else ():
+        if not _differs_in_padding(few.read_anew(low, high), few.cut(low, high)):
+            continue
+        # Random numbers of padded positions are others in a batch of another length.
+        if difference(few.compute(low, high, 1), part) > tolerance:
+            continue
+        if (gap := difference(few.compute(low, high, anew=True), part)) > tolerance:
+            return gap
+    return 0.0
+
+
+def _differs_on_average(few: FewSamples, spans: Spans) -> bool:
+    seeds = range(NUM_SEEDS)
+    wholes = [few.compute(0, few.num, shift, gradients=False) for shift in seeds]
+    in_parts = [[few.compute(low, high, shift, gradients=False) for low, high in spans] for shift in seeds]
+    return differs_on_average(wholes, in_parts)

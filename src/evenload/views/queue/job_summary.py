@@ -16,6 +16,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, spec_by_wall_clock, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
+from evenload.scheduler.paths import option_for
 from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, idle, moment, progress, short_list, span
 
@@ -47,6 +48,8 @@ class JobSummary:
     """Price of the devices it held, at present prices."""
     listens: Sequence[str] = ()
     """Addresses on which its processes listen now."""
+    queue_option: str = ""
+    """That names its queue in a command line to type; see `scheduler.paths.option_for`."""
 
 
 def summarize_job(folder: Path, job: str) -> JobSummary:
@@ -79,6 +82,7 @@ def summary_of_rows(
         time.time(),
         row.get("cost", 0.0),
         row.get("listens", ()),
+        option_for(folder),
     )
 
 
@@ -172,7 +176,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
             "lost work",
             f"{steps:g} steps by {len([w for w in summary.lost.values() if w])} of {len(summary.lost)} stops",
         )
-    yield "output", f"{job['log']} (evenload logs {job['id']})" if job.get("log") else ""
+    yield "output", f"{job['log']} (evenload logs{summary.queue_option} {job['id']})" if job.get("log") else ""
     run = run_folder(summary)
     yield "run", f"{run} (evenload show {shlex.quote(str(run))})" if run is not None else ""
 
