@@ -67,12 +67,11 @@ NAMED: dict[str, str] = {
         wrong.function_that_ignores_its_slope,
         wrong.gradient_scaled_in_the_backward,
         wrong.batch_norm_by_a_function,
-        wrong.flooding,
         wrong.gradient_by_frequency,
         wrong.halves_of_the_batch,
         wrong.weight_that_depends_on_the_model,
     )
-}
+} | {wrong.flooding.__name__: "wrong_units"}
 
 Outcome = list[torch.Tensor | str]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from evenload.errors import DesyncError, StepError
 from evenload.training.comm.control import Operation
@@ -25,7 +26,7 @@ from evenload.training.session.live_objects import live_objects
 from evenload.training.step.context import TrainingContext
 
 _NUM_WATCHED = 3
-"""Backwards after which tensors that received no gradient are no longer looked at."""
+"""Backwards after which tensors that received no gradient, and are in no optimizer, are no longer looked at."""
 
 
 class UnpreparedUses:
@@ -45,6 +46,8 @@ class UnpreparedUses:
         """Ids of what `filled_by_hand` has found; it is watched as long as it lives."""
         self._reached: set[int] = set()
         """Ids of tensors whose present gradient a backward gave, or a part of it."""
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        """Their first step may come later (gradients of many backwards added up by hand)."""
         self._num_backwards = 0
         self._compared: set[str] = set()
         """The workers whose modules were compared with those of this rank."""
@@ -60,6 +63,7 @@ class UnpreparedUses:
                 self._norms.append(weakref.ref(module))
             if id(module) not in compiled and any(id(p) not in own for p in _watched_params(module)):
                 self._others.append(weakref.ref(module))
+        self._optimizers = [weakref.ref(v) for v in objects if isinstance(v, Optimizer)]
         plain = (v for v in objects if type(v) in (torch.Tensor, nn.Parameter))
         trainable = (v for v in plain if _is_trainable(v) and id(v) not in own)
         self._tensors = [(weakref.ref(tensor), None) for tensor in trainable]
@@ -125,7 +129,9 @@ class UnpreparedUses:
             self._compare()
         self._num_backwards += 1
         if self._num_backwards == _NUM_WATCHED:
-            kept = self._reached | self._by_hand
+            optimizers = filter(None, (reference() for reference in self._optimizers))
+            stepped = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+            kept = self._reached | self._by_hand | stepped
             self._tensors = [(ref, None) for ref, _ in self._tensors if id(ref()) in kept]
 
     def filled_by_hand(self, tensors: Iterable[torch.Tensor]) -> set[int]:

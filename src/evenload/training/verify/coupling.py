@@ -38,6 +38,7 @@ from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 from evenload.training.verify import wrong_units as wrong
+from evenload.training.verify.bent_means import Bend, describe_bends, find_bends
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
 from evenload.training.verify.findings import TOLERANCES
@@ -178,6 +179,7 @@ class CouplingWatch(StepListener):
         set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
         per_sample: list[float] = []
         metrics: list[dict[str, float]] = []
+        bends: list[list[Bend]] = []
 
         def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
             nonlocal named, is_half
@@ -196,6 +198,7 @@ class CouplingWatch(StepListener):
                 buffers.forget()
                 named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
                 units = float(high - low if result.weight is None else result.weight)
+                bends.append(find_bends(result.loss))
                 metrics.append({name: float(value) for name, value in result.metrics.items()})
                 # As in the step, for hooks and functions that clamp the gradient of a sample.
                 per_sample.append(units / num or 1.0)
@@ -221,6 +224,7 @@ class CouplingWatch(StepListener):
             return None
         after = _probe(device)
         parts = [compute(low, high) for low, high in spans]
+        bent_mean = describe_bends(bends[0], bends[1:])
         if step.batch.plan.num_micro > 1 or self._context.num_sharing > 1:
             compute(0, num, 1, gradients=False)
             if any(map(operator.eq, after, _probe(device))):
@@ -231,6 +235,8 @@ class CouplingWatch(StepListener):
         tolerance = TOLERANCES["bfloat16" if dtypes.intersection(HALF) else "float16" if is_half else "float32"]
         if state := describe_state(whole, compute(0, num), set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
+        if bent_mean:
+            return "wrong_units", bent_mean
         found = coarse = fit_parts(whole, parts, tolerance)
         bound = tolerance
         rounds = is_half or (device.type != "cpu" and torch.float32 in dtypes)  # TF32 on a GPU
