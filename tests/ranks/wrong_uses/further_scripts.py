@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +11,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks.wrong_uses.gradient_jobs import Job
-
-
-def _train(job: Job, update: Callable[[Any, Any], object], loss_fn: Any = None) -> list[torch.Tensor]:
-    """Trains the network; `update` is called with the optimizer and the step when the gradients are there."""
-    if job.bare == ():
-        job.prepare(job.network())
-    optimizer = job.optimizer()
-    for step in job.steps():
-        step.backward(loss_fn or job.loss)
-        update(optimizer, step)
-        optimizer.zero_grad()
-    return job.weights()
-
 
 # gradients between the backward and the step
 
@@ -37,7 +23,7 @@ def scaled_by_hand(job: Job) -> Any:
             p.grad.div_(1024)
         optimizer.step()
 
-    return _train(job, update, lambda batch: job.loss(batch) * 1024)
+    return job.train_by(update, lambda batch: job.loss(batch) * 1024)
 
 
 def adaptive_clipping(job: Job) -> Any:
@@ -50,7 +36,7 @@ def adaptive_clipping(job: Job) -> Any:
             p.grad = torch.where(norm > limit, p.grad * (limit / norm), p.grad)
         optimizer.step()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def clipped_by_a_norm_of_its_own(job: Job) -> Any:
@@ -60,7 +46,7 @@ def clipped_by_a_norm_of_its_own(job: Job) -> Any:
         nn.utils.clip_grads_with_norm_(job.model.parameters(), 0.5, norm)
         optimizer.step()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def gradients_dropped_by_turns(job: Job) -> Any:
@@ -70,7 +56,7 @@ def gradients_dropped_by_turns(job: Job) -> Any:
                 p.grad = None
         optimizer.step()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def noise_of_a_shared_seed(job: Job) -> Any:
@@ -80,7 +66,7 @@ def noise_of_a_shared_seed(job: Job) -> Any:
             p.grad += 0.01 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
         optimizer.step()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def signs_and_centred_gradients(job: Job) -> Any:
@@ -92,7 +78,7 @@ def signs_and_centred_gradients(job: Job) -> Any:
                 p.grad.sign_().mul_(0.01)
         optimizer.step()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def master_weights_that_step_later(job: Job) -> Any:
@@ -175,7 +161,7 @@ def small_weight_without_a_gradient_at_times(job: Job) -> Any:
         optimizer.step()
         index[0] = step.index + 1
 
-    return _train(job, update, loss_fn)
+    return job.train_by(update, loss_fn)
 
 
 def gradient_reversal(job: Job) -> Any:
@@ -282,161 +268,6 @@ def linearised_around_the_start(job: Job) -> Any:
     return job.train(loss_fn, lr=0.01)
 
 
-# models
-
-
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(2, 5, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
-        self.out = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = (x[:, 0] > 0).long() + 2
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 3, 2), lengths, batch_first=True, enforce_sorted=False)
-        padded, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=3)
-        return self.out(padded.sum(1) / lengths[:, None])
-
-
-def packed_sequences(job: Job) -> Any:
-    torch.manual_seed(job.rank)
-    job.prepare(_Recurrent().double())
-    return job.train()
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(2, 1, 8, dropout=0.0, batch_first=True, norm_first=True)
-        self.query = nn.Parameter(torch.ones(1, 1, 2))
-        self.out = nn.ParameterDict({"weight": torch.full((2,), 0.3), "unused": torch.zeros(3)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = torch.cat([self.query.expand(len(x), 1, 2), x.view(-1, 3, 2)], 1)
-        mask = torch.cat([torch.zeros(len(x), 1, dtype=torch.bool), x.view(-1, 3, 2)[..., 0] > 1], 1)
-        return self.layer(z, src_key_padding_mask=mask)[:, 0] @ self.out["weight"][:, None]
-
-
-def attention_with_a_mask_of_the_samples(job: Job) -> Any:
-    torch.manual_seed(0)
-    job.prepare(_Attention().double())
-    return job.train()
-
-
-def bags_of_embeddings(job: Job) -> Any:
-    torch.manual_seed(0)
-    bag = nn.EmbeddingBag(20, 4, mode="sum", include_last_offset=True, padding_idx=3).double()
-    model = job.prepare(nn.ModuleDict({"bag": bag, "out": nn.Linear(4, 1).double()}))
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        x, y = batch
-        words, offsets = (x.tanh() * 8 + 10).long().flatten(), torch.arange(0, x.numel() + 1, x.shape[1])
-        return functional.mse_loss(model["out"](model["bag"](words, offsets, x.flatten())), y)
-
-    return job.train(loss_fn)
-
-
-def adaptive_softmax(job: Job) -> Any:
-    """Classes that no sample of a micro-batch has: their weights have no gradient in it."""
-    torch.manual_seed(0)
-    head = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4, 8], div_value=2.0)
-    model = job.prepare(nn.ModuleDict({"body": nn.Linear(6, 8), "head": head}).double())
-    return job.train(lambda b: model["head"](model["body"](b[0]), ((b[1][:, 0] + 1) * 5.9).long()).loss)
-
-
-def lazy_layers_initialised_before(job: Job) -> Any:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1)).double()
-    model(torch.zeros(2, 6, dtype=torch.float64))
-    job.prepare(model)
-    return job.train()
-
-
-def layer_used_many_times(job: Job) -> Any:
-    """A fixed point by iteration, as often as the step says."""
-    model = job.prepare(job.network())
-    times = [1]
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        z = model[:2](batch[0])
-        for _ in range(times[0]):
-            z = model[2:4](z)
-        return functional.mse_loss(model[4](z), batch[1])
-
-    def update(optimizer: Any, step: Any) -> None:
-        optimizer.step()
-        times[0] = step.index % 3 + 1
-
-    return _train(job, update, loss_fn)
-
-
-def two_dtypes(job: Job) -> Any:
-    """The body in float64, a scale in complex128."""
-    model = job.network()
-    model.register_parameter("phase", nn.Parameter(torch.tensor([1.0 + 0.5j], dtype=torch.complex128)))
-    model = job.prepare(model)
-    return job.train(lambda b: functional.mse_loss((model(b[0]) * model.phase).real, b[1]))
-
-
-# normalisation, in one micro-batch
-
-
-def cumulative_batch_norm(job: Job) -> Any:
-    job.prepare(job.network(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)))
-    return job.train()
-
-
-def batch_norm_without_weights(job: Job) -> Any:
-    job.prepare(job.network(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)))
-    return job.train()
-
-
-def batch_norm_used_twice(job: Job) -> Any:
-    norm = nn.BatchNorm1d(8)
-    job.prepare(job.network(norm, nn.Linear(8, 8), norm))
-    return job.train()
-
-
-def batch_norm_in_a_checkpoint(job: Job) -> Any:
-    """Its running statistics move twice, in one process too."""
-    model = job.prepare(job.network(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        z = checkpoint(model[:4], batch[0], use_reentrant=False)
-        return functional.mse_loss(model[4:](z), batch[1])
-
-    return job.train(loss_fn)
-
-
-def batch_norm_by_functional_call(job: Job) -> Any:
-    model = job.prepare(job.network(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        weights = {name: p * 1.0 for name, p in model.named_parameters()}
-        return functional.mse_loss(torch.func.functional_call(model, weights, (batch[0],)), batch[1])
-
-    return job.train(loss_fn)
-
-
-def batch_norm_of_sequences(job: Job) -> Any:
-    class Split(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.view(len(x), 2, 4)
-
-    job.prepare(job.network(Split(), nn.BatchNorm1d(2, eps=0.1), nn.Flatten()))
-    return job.train()
-
-
-def batch_norm_evaluated_by_turns(job: Job) -> Any:
-    model = job.prepare(job.network(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-
-    def update(optimizer: Any, step: Any) -> None:
-        optimizer.step()
-        model[3].train(step.index % 2 == 1)
-
-    return _train(job, update)
-
-
 # optimizers and schedulers
 
 
@@ -450,7 +281,7 @@ def groups_added_in_the_loop(job: Job) -> Any:
             optimizer.add_param_group({"params": model[3 - step.index].parameters(), "lr": 0.02})
         model.zero_grad()
 
-    return _train(job, update)
+    return job.train_by(update)
 
 
 def schedules_in_sequence(job: Job) -> Any:
@@ -519,7 +350,7 @@ def target_network(job: Job) -> Any:
                 slow.lerp_(fast, 0.3)
 
     target.append(copy.deepcopy(model).requires_grad_(False))
-    return _train(job, update, loss_fn)
+    return job.train_by(update, loss_fn)
 
 
 def weights_of_the_samples(job: Job) -> Any:

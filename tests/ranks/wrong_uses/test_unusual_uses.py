@@ -13,9 +13,8 @@ import torch
 from evenload.testing import run_ranks
 from tests.ranks.wrong_uses import unusual_optimizer_scripts, unusual_scripts
 from tests.ranks.wrong_uses import unusual_wrong_scripts as wrong
-from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks, scripts_of
+from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, check_exact, on_ranks, scripts_of
 
-BOUND = 1e-12
 THREE = {"micro_batch": 5}
 """Three micro-batches."""
 
@@ -98,17 +97,7 @@ def _coupled(folder: Path, name: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about what the scripts do
 @pytest.mark.parametrize("name", RIGHT)
 def test_exact(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = in_one_process(RIGHT[name][0])
-    finally:
-        torch.set_num_threads(threads)
-    for rank, values in enumerate(outcomes[name]):
-        assert not isinstance(values, str), f"rank {rank}: {values}"
-        assert values.shape == expected.shape
-        found = float((values - expected).norm() / expected.norm())
-        assert found <= BOUND, f"rank {rank} differs from one process by {found:.1e}"
+    check_exact(RIGHT[name][0], outcomes[name])
     assert not _coupled(folder, name), "a right script is named"
 
 
