@@ -114,7 +114,7 @@ def test_a_trial_far_dearer_than_expected_ends_at_its_second_step() -> None:
 
 @pytest.mark.parametrize("fixed_s", [0.0, 0.37])
 def test_a_hopeless_rank_computes_few_steps_at_first(fixed_s: float) -> None:
-    # 0.6 s of a step of 11 ms: seven steps of equal shares were 4.2 s.
+    # 0.6 s of a step of 11 ms: six steps of equal shares were 3.6 s.
     job = _Job(_balancer(), [Cost(0.0, 0.00017), Cost(fixed_s, (0.6 - fixed_s) / 32)])
     job.run(20)
     assert sum(shares == (32, 32) for shares in job.shares) <= 3  # the first warms up, the second shows it
