@@ -104,3 +104,183 @@ def two_dtypes(job: Job) -> Any:
     model.register_parameter("phase", nn.Parameter(torch.tensor([1.0 + 0.5j], dtype=torch.complex128)))
     model = job.prepare(model)
     return job.train(lambda b: functional.mse_loss((model(b[0]) * model.phase).real, b[1]))
+
+
+# losses and derivatives
+
+
+def learned_weights_of_losses(job: Job) -> Any:
+    torch.manual_seed(0)
+    model = job.network()
+    model.register_parameter("log_var", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+    model = job.prepare(model)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        x, y = batch
+        out = model(x)
+        a, b = functional.mse_loss(out, y), functional.l1_loss(out, y)
+        return (-model.log_var).exp()[0] * a + (-model.log_var).exp()[1] * b + model.log_var.sum()
+
+    return job.train(loss_fn)
+
+
+def adversarial_samples(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        x, y = batch
+        near = x.clone()
+        for _ in range(3):
+            near.requires_grad_()
+            (slope,) = torch.autograd.grad(functional.mse_loss(model(near), y), near)
+            near = (near.detach() + 0.05 * slope.sign()).clamp(x - 0.1, x + 0.1)
+        return functional.mse_loss(model(near), y)
+
+    return job.train(loss_fn)
+
+
+def sparse_inputs(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        x, y = batch
+        rare = torch.where(x > 0.5, x, 0.0).to_sparse()
+        z = torch.sparse.mm(rare, model[0].weight.t()) + model[0].bias
+        return functional.mse_loss(model[1:](z), y)
+
+    return job.train(loss_fn)
+
+
+def nested_tensors(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        x, y = batch
+        nested = torch.nested.nested_tensor(
+            [row[None].expand(1 + int(row[0] > 0), -1) for row in x], layout=torch.jagged
+        )
+        out = model(nested)
+        return torch.stack([(a - b).square().mean() for a, b in zip(out.unbind(), y, strict=True)]).mean()
+
+    return job.train(loss_fn)
+
+
+class _Fft(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.view_as_real(torch.ones(4, dtype=torch.complex64)) + 0.1)
+        self.t = nn.Parameter(torch.arange(6.0).view(1, 6).t() * 0.1)
+        self.wide = nn.Parameter((torch.arange(36.0).view(6, 6) * 0.01).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter), n=6)
+        return torch.tanh(z @ self.wide) @ self.t
+
+
+def filters_of_frequencies(job: Job) -> Any:
+    """And parameters that are not contiguous."""
+    job.prepare(_Fft().double())
+    return job.train()
+
+
+def orthogonal_weights(job: Job) -> Any:
+    model = job.network()
+    nn.utils.parametrizations.orthogonal(model[2])
+    nn.utils.parametrizations.weight_norm(model[0])
+    job.prepare(model)
+    return job.train()
+
+
+def surrogate_by_gradients(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        params = list(model.parameters())
+        grads = torch.autograd.grad(job.loss(batch), params)
+        return sum((p * g).sum() for p, g in zip(params, grads, strict=True))
+
+    return job.train(loss_fn)
+
+
+def assigned_state(job: Job) -> Any:
+    """`load_state_dict(assign=True)` replaces the parameters."""
+    model = job.prepare(job.network())
+    optimizer = job.optimizer()
+    for step in job.steps():
+        step.backward(job.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.index == 1:
+            model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+            optimizer = job.optimizer()
+    return model.parameters()
+
+
+def previous_gradient_in_loss_fn(job: Job) -> Any:
+    model = job.prepare(job.network())
+    last: dict[Any, torch.Tensor] = {}
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        loss = job.loss(batch)
+        return loss + sum(0.1 * (p * g).sum() for p, g in last.items())
+
+    def update(optimizer: Any, step: Any) -> None:
+        last.update({p: p.grad.clone() for p in model.parameters()})
+        optimizer.step()
+
+    return job.train_by(update, loss_fn)
+
+
+def backward_pre_hook_scales(job: Job) -> Any:
+    model = job.prepare(job.network())
+    model[2].register_full_backward_pre_hook(lambda m, g: (g[0] * 0.5,))
+    model[0].register_full_backward_hook(lambda m, gi, go: None)
+    return job.train()
+
+
+def focal_and_label_smoothing(job: Job) -> Any:
+    torch.manual_seed(0)
+    model = job.prepare(nn.Linear(6, 4).double())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        labels = ((batch[1][:, 0] + 1) * 1.9).long()
+        ce = functional.cross_entropy(model(batch[0]), labels, reduction="none", label_smoothing=0.1)
+        return ((1 - (-ce).exp()) ** 2 * ce).mean()
+
+    return job.train(loss_fn)
+
+
+def connectionist_classification(job: Job) -> Any:
+    torch.manual_seed(0)
+    model = job.prepare(nn.Linear(6, 12).double())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        num = len(batch[0])
+        scores = model(batch[0]).view(num, 4, 3).log_softmax(-1).transpose(0, 1)
+        targets = torch.tensor([1, 2]).expand(num, 2)
+        lengths = torch.full((num,), 4), torch.full((num,), 2)
+        return functional.ctc_loss(scores, targets, *lengths, reduction="sum") / num
+
+    return job.train(loss_fn)
+
+
+def parameters_of_numpy(job: Job) -> Any:
+    """share memory with numpy, updated by it"""
+    model = job.prepare(job.network())
+    for step in job.steps():
+        step.backward(job.loss)
+        for p in model.parameters():
+            p.detach().numpy()[...] -= 0.05 * p.grad.numpy()
+        model.zero_grad()
+    return job.weights()
+
+
+def swapped_tensors(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def update(optimizer: Any, step: Any) -> None:
+        optimizer.step()
+        if step.index == 2:
+            model.float().double()
+
+    return job.train_by(update)

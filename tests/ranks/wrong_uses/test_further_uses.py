@@ -29,6 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about what the scripts do
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in torch.func.jvp
 @pytest.mark.parametrize("name", RIGHT)
 def test_exact(name: str, outcomes: Outcomes) -> None:
     check_exact(RIGHT[name], outcomes[name])

@@ -38,7 +38,7 @@ from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 from evenload.training.verify import wrong_units as wrong
-from evenload.training.verify.bent_means import Bend, describe_bends, find_bends
+from evenload.training.verify.bent_means import FEW, Bend, describe_bends, describe_few, find_bends
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
 from evenload.training.verify.findings import TOLERANCES
@@ -263,6 +263,11 @@ class CouplingWatch(StepListener):
                 return self._coupled(step, found) if differs_on_average(wholes, in_parts) else None
             return self._coupled(step, found)
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
+        if not (wrong_units or named) and has_rows:
+            with contextlib.suppress(Exception):  # code that wants more samples
+                few = [compute(n, min(n + FEW, num), gradients=False) for n in range(0, num, FEW)]
+                if (message := describe_few(whole, few, tolerance)) and not draws():
+                    return "wrong_units", message
         if not wrong_units or named:
             for (low, high), part in zip(spans, parts, strict=True) if has_rows else ():
                 anew = step.batch.read(first + low, first + high)
