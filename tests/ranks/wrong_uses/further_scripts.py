@@ -251,7 +251,7 @@ def laplacian_of_each_sample(job: Job) -> Any:
     return job.train(loss_fn)
 
 
-def linearised_around_the_start(job: Job) -> Any:
+def linearised_at_the_first_weights(job: Job) -> Any:
     """A network's tangent at its first weights: the trained values are the differences."""
     model = job.prepare(job.network())
     start: dict[str, torch.Tensor] = {}

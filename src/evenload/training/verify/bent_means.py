@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ Bend = tuple[str, tuple[float, ...]]
 def find_bends(loss: torch.Tensor) -> list[Bend]:
     """Return the operations that bend a scalar on the way to the loss, before its backward."""
     found: list[Bend] = []
-    stack, seen = [loss.grad_fn], set()
+    stack, seen = [loss.grad_fn], set[torch.autograd.graph.Node]()
     while stack and len(seen) < _MOST_NODES:
         node = stack.pop()
         if node is None or node in seen or not _is_scalar(node):
@@ -83,7 +84,7 @@ def describe_few(whole: Gradient, parts: Sequence[Gradient], tolerance: float) -
 
 
 def _is_scalar(node: torch.autograd.graph.Node) -> bool:
-    made = getattr(node, "_input_metadata", ())
+    made: Sequence[Any] = getattr(node, "_input_metadata", ())
     return len(made) == 1 and math.prod(made[0].shape) == 1
 
 
