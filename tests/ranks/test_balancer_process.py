@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from evenload.balance.decision import Decision, Observation
+from evenload.balance.decision import LEAD_STEPS, Decision, Observation
 from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.rebalance import Balancer
 from evenload.errors import ConfigError
 from evenload.training.step.balancer_process import BalancerProcess, take_note
-from evenload.training.step.planner import LEAD_STEPS
 from tests.unit.training.test_planning import _planner
 
 NUM_RANKS = MANY_RANKS + 12

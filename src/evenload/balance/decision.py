@@ -10,6 +10,8 @@ from evenload.balance.drift import SpeedChange
 from evenload.balance.split import even_shares
 from evenload.balance.values import Cost
 
+LEAD_STEPS = 2
+"""A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
 Seconds = tuple[float | None, ...]
 """Own seconds of each rank; None for one that has left the step."""
 
@@ -75,6 +77,8 @@ class Decision:
     before_s: float
     expected_s: float
     """The same under the new shares."""
+    lead_steps: int = LEAD_STEPS
+    """Steps from the one in which it is received to the first for which it holds."""
 
 
 def expected_gains(decision: Decision, costs: Sequence[Cost] | None, rest_s: float) -> dict[str, float]:

@@ -9,9 +9,11 @@ most two trials besides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from evenload.balance.decision import Seconds
+from evenload.balance.decision import LEAD_STEPS, Observation, Seconds
+from evenload.balance.first_look import HOPELESS
+from evenload.balance.split import Caps, Split, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
@@ -22,10 +24,8 @@ FIRST_TRIAL_AFTER = 128
 _MOST_STEPS = 1 << 20
 TRIAL_STEPS = 4
 """Steps of a trial; the first doesn't count, because the rank allocates and warms up."""
-_HOPELESS = 8.0
-"""A trial ends at its second step where the rank takes so many times as long as a whole step without it."""
-LEAD_STEPS = 2
-"""A trial goes on for so many steps after its verdict, until the next shares hold."""
+_HOPELESS_STEPS = 3
+"""Steps of a trial of a hopeless rank: it ends at the second, and one more passes until the next shares hold."""
 _UNCERTAINTY = 0.02
 """Relative, times the square root of the steps without the rank."""
 
@@ -50,10 +50,29 @@ class ReturnTrial:
     """Seconds of a step without it."""
     num_seen: int = 0
     num_waiting: int = 0
+    is_hopeless: bool = False
+    _num_steps: int = 0
+    _num_paid: int = 0
 
-    def is_over(self, own_s: float) -> bool:
-        """Return whether enough was seen, given the rank's own seconds of the last step."""
-        return self.num_seen >= TRIAL_STEPS or (self.num_seen > 1 and own_s > _HOPELESS * self.usual_s)
+    @property
+    def is_over(self) -> bool:
+        return self.num_seen >= TRIAL_STEPS or self.is_hopeless
+
+    def ends_with(self, seen: Observation) -> bool:
+        """Count a step, where short ones are merged too; return whether the trial ends with it because the rank is hopeless."""
+        own_s = seen.seconds[self.rank] if seen.shares == self.shares else None
+        if own_s is None:
+            return False
+        self._num_steps += 1
+        self.is_hopeless = self._num_steps > 1 and own_s > HOPELESS * self.usual_s
+        if self.is_hopeless:
+            self.num_seen = max(self.num_seen, 1)  # the first step was not in a block yet
+        return self.is_hopeless
+
+    def extra_s(self, step_s: float) -> float:
+        """Return by how much the steps since the last call took longer than usual ones, at `step_s` each."""
+        num_steps, self._num_paid = self._num_steps - self._num_paid, self._num_steps
+        return num_steps * (step_s - self.usual_s)
 
 
 class LeftOut:
@@ -91,6 +110,12 @@ class LeftOut:
         if rank in self._absences:
             self._absences[rank].is_asked = True
 
+    def ask_if_faster(self, everyone: Split, than_s: float) -> None:
+        """Try ranks that are out at once where `everyone`, a split by what was last known, takes less: others are slower now."""
+        for rank in self.ranks if everyone.expected_s < than_s else ():
+            if everyone.shares[rank]:
+                self.ask(rank)
+
     def recalled(self, may_leave: Sequence[bool]) -> int | None:
         """Return a rank that is out and may not be any more, once."""
         for rank, absence in self._absences.items():
@@ -104,11 +129,13 @@ class LeftOut:
         self._credit_s -= seconds - self.price_s
         self.price_s = seconds
 
-    def due(self, extra_s: Callable[[int], float]) -> int | None:
-        """Return the rank to try now; `extra_s` are the seconds by which its share of a trial step exceeds a usual one."""
+    def due(self, own_s: Callable[[int], float], step_s: float) -> int | None:
+        """Return the rank to try now; `own_s` are its seconds for its share of a trial step, `step_s` those of a usual one."""
         for rank in sorted(self._absences, key=lambda r: -self._absences[r].num_steps):
             absence = self._absences[rank]
-            price_s = self.price_s + (TRIAL_STEPS + LEAD_STEPS) * max(0.0, extra_s(rank))
+            time_s = own_s(rank)
+            num_steps = _HOPELESS_STEPS if time_s > HOPELESS * step_s else TRIAL_STEPS + LEAD_STEPS
+            price_s = self.price_s + num_steps * max(0.0, time_s - step_s)
             if absence.is_asked:
                 if self._credit_s >= 0:
                     return rank
@@ -128,6 +155,23 @@ class LeftOut:
 
     def end(self, rank: int, *, returned: bool) -> None:
         self._waits[rank] = FIRST_TRIAL_AFTER if returned else min(2 * self._waits[rank], _MOST_STEPS)
+
+    def split(
+        self,
+        num_samples: int,
+        costs: Sequence[Cost],
+        caps: Caps,
+        num_micro: int | None,
+        quantum: int,
+        may_leave: Sequence[bool],
+    ) -> Split:
+        """Split over the ranks that are not out."""
+        ranks = [rank for rank in range(len(costs)) if rank not in self]
+        limits = None if caps is None else [caps[rank] for rank in ranks]
+        leaves = [may_leave[rank] for rank in ranks]
+        found = split_batch(num_samples, [costs[rank] for rank in ranks], limits, num_micro, quantum, leaves)
+        shares = dict(zip(ranks, found.shares, strict=True))
+        return replace(found, shares=tuple(shares.get(rank, 0) for rank in range(len(costs))))
 
     def aged(self, rank: int, cost: Cost) -> Cost:
         """Return a cost with the uncertainty that has grown since the rank left."""

@@ -45,9 +45,10 @@ class RankCosts:
         """Steps of which the costs are known: those since a speed changed, up to the window, of the rank with fewest."""
         return min((track.num_steps for track in self._tracks if track.num_steps), default=0)
 
-    def begin_anew(self, rank: int) -> None:
-        """Forget the level of a rank's seconds: it was out."""
-        self._tracks[rank].begin_anew()
+    def begin_anew(self, *ranks: int) -> None:
+        """Forget the level of these ranks' seconds: they were out, or disturbed."""
+        for rank in ranks:
+            self._tracks[rank].begin_anew()
 
     def refit(self) -> None:
         """Fit all ranks with steps; of many ranks only for the first time, because then `add` fits some in each step."""

@@ -17,8 +17,9 @@ from dataclasses import replace
 from statistics import median
 
 from evenload.balance.blocks import StepBlocks
-from evenload.balance.decision import Decision, Observation, describe_shares, explain_move, format_seconds
-from evenload.balance.left_out import LEAD_STEPS, TRIAL_STEPS, LeftOut, ReturnTrial, check_may_leave
+from evenload.balance.decision import LEAD_STEPS, Decision, Observation, describe_shares, explain_move, format_seconds
+from evenload.balance.first_look import FirstLook
+from evenload.balance.left_out import TRIAL_STEPS, LeftOut, ReturnTrial, check_may_leave
 from evenload.balance.neighbours import NeighbourSearch, Verdict
 from evenload.balance.rank_costs import RankCosts
 from evenload.balance.reversals import Reversals, num_parts, part_of_the_way
@@ -98,6 +99,7 @@ class Balancer:
         """May be set at any time, when it turns out who has to stay; such a rank then comes back and reports its seconds."""
         self.left_out = LeftOut(world_size)
         self._trial: ReturnTrial | None = None
+        self._first_look = FirstLook()
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
@@ -113,7 +115,10 @@ class Balancer:
                 f"step {observation.step} shows {len(observation.shares)} shares and {len(observation.seconds)} times: "
                 f"expected {len(self._ranks)}, one a rank"
             )
-        block = self._blocks.add(observation) if self._is_telling(observation) else None
+        if not self._is_telling(observation):
+            return None
+        ends_trial = self._trial is not None and self._trial.ends_with(observation)
+        block = observation if ends_trial else self._blocks.add(observation)
         return self._observe(block) if block is not None else None
 
     @property
@@ -153,6 +158,8 @@ class Balancer:
         self._num_since_change = 0 if has_changed and self._changes.has_big else self._num_since_change + 1
         if self._trial is not None:
             return self._observe_trial(self._trial, observation, whole_s)
+        if (decision := self._cut_at_once(observation)) is not None:
+            return decision
         if under != (self.shares, self.num_micro):
             self._num_pending += 1
             if self._num_pending <= _LOST_AFTER:
@@ -195,9 +202,7 @@ class Balancer:
         if needed <= self.num_micro:
             return None
         over = next(r for r, cap in enumerate(caps or ()) if cap is not None and self.shares[r] > self.num_micro * cap)
-        split = Split(self.shares, needed, 0.0)
-        if self._ranks.has_fits:
-            split = self._split(list(self.costs or ()))
+        split = self._split(list(self.costs or ())) if self._ranks.has_fits else Split(self.shares, needed, 0.0)
         cap = caps[over] if caps else None
         what = f"rank {over} has memory for {cap} samples in a micro-batch"
         return self._move(split, "memory", over, None, what, self._expected_s())
@@ -210,11 +215,23 @@ class Balancer:
             return False
         return sum(observation.shares) == self.num_samples
 
+    def _cut_at_once(self, seen: Observation) -> Decision | None:
+        """Don't wait for more steps of a rank that takes many times as long as the others: each is as dear."""
+        least = max(self.num_micro, self.quantum)
+        split, anew = self._first_look(seen, least, lambda costs: self._split(costs, self.num_micro), self._refit)
+        self._ranks.begin_anew(*anew)
+        if split is None:
+            return None
+        self._refit()
+        return replace(self._move(split, *self._explain(seen.step, split), self._expected_s()), lead_steps=1)
+
     def _look(self, step: int) -> Decision | None:
         costs = self._refit()
         before_s = self._expected_s()
         split = self._split(costs)
-        self._ask_those_out(costs, split)
+        if self.left_out.ranks:
+            everyone = split_batch(self.num_samples, costs, self._caps, None, self.quantum, self.may_leave)
+            self.left_out.ask_if_faster(everyone, (1 - 2 * _LEAST_HELP) * split.expected_s)
         if (idle := self._idle(split)) is not None:
             needs = format_seconds(costs[idle].predict_s(0, self.num_micro))
             what = f"rank {idle} needs {needs} for its first samples and is left out"
@@ -301,29 +318,19 @@ class Balancer:
             None,
         )
 
-    def _ask_those_out(self, costs: Sequence[Cost], without: Split) -> None:
-        """Try ranks that are out at once where they would help by what was last known, because the others are slower now."""
-        if self.left_out.ranks:
-            everyone = split_batch(self.num_samples, costs, self._caps, None, self.quantum, self.may_leave)
-            for rank in self.left_out.ranks:
-                if everyone.shares[rank] and everyone.expected_s < (1 - 2 * _LEAST_HELP) * without.expected_s:
-                    self.left_out.ask(rank)
-
     def _try_return(self, step_s: float) -> Decision | None:
         """Let a rank that is out return for some steps, where the budget allows it."""
         if not self.left_out.ranks:
             return None
         trial_share = max(self.num_micro, self.quantum)
-        rank = self.left_out.due(lambda r: (self.costs or ())[r].predict_s(trial_share, self.num_micro) - step_s)
+        rank = self.left_out.due(lambda r: (self.costs or ())[r].predict_s(trial_share, self.num_micro), step_s)
         if rank is None or not self.may_leave[rank] or trial_share >= self.num_samples:
             return None
-        costs = list(self.costs or ())
-        rest = self._split(costs, self.num_micro, self.num_samples - trial_share)
+        rest = self._split(list(self.costs or ()), self.num_micro, self.num_samples - trial_share)
         shares = tuple(trial_share if r == rank else share for r, share in enumerate(rest.shares))
         if num_micro(shares, self._caps) > self.num_micro:
             return None
-        before_s = self._expected_s()
-        before = self.shares, self.num_micro
+        before_s, before = self._expected_s(), (self.shares, self.num_micro)
         self._trial = ReturnTrial(rank, shares, before, self._search.seen_s(before) or step_s)
         self.left_out.begin(rank)
         self._ranks.begin_anew(rank)
@@ -331,7 +338,7 @@ class Balancer:
         return self._move(Split(shares, self.num_micro, before_s), "trial", rank, None, what, before_s)
 
     def _observe_trial(self, trial: ReturnTrial, observation: Observation, step_s: float) -> Decision | None:
-        if observation.shares != trial.shares or (own_s := observation.seconds[trial.rank]) is None:
+        if observation.shares != trial.shares or observation.seconds[trial.rank] is None:
             trial.num_waiting += 1
             if trial.num_waiting <= _LOST_AFTER:
                 return None
@@ -340,8 +347,8 @@ class Balancer:
             (self.shares, self.num_micro) = trial.before
             return None
         trial.num_seen += 1
-        self.left_out.charge(observation.num_steps * (step_s - trial.usual_s))
-        if not trial.is_over(own_s):
+        self.left_out.charge(trial.extra_s(step_s))
+        if not trial.is_over:
             return None
         self._trial = None
         costs = self._refit()
@@ -351,9 +358,11 @@ class Balancer:
         if helps:
             return self._move(with_it, "returned", trial.rank, None, f"rank {trial.rank} can help again", without_s)
         needs = format_seconds(costs[trial.rank].predict_s(0, self.num_micro))
-        self.left_out.charge(LEAD_STEPS * (step_s - trial.usual_s))
+        lead_steps = 1 if trial.is_hopeless else LEAD_STEPS
+        self.left_out.charge(lead_steps * (step_s - trial.usual_s))
         what = f"rank {trial.rank} needs {needs} for its first samples and stays left out"
-        return self._move(Split(*trial.before, without_s), "trial", trial.rank, None, what, without_s)
+        back = self._move(Split(*trial.before, without_s), "trial", trial.rank, None, what, without_s)
+        return replace(back, lead_steps=lead_steps)
 
     def _end_trial(self, key: tuple[tuple[int, ...], int]) -> Decision:
         """Take back a move on trial while a speed changed: whole steps show that, and not what the move does."""
@@ -376,18 +385,8 @@ class Balancer:
 
     def _split(self, costs: Sequence[Cost], num_micro: int | None = None, num_samples: int | None = None) -> Split:
         """Split over the ranks that are not out."""
-        ranks = [rank for rank in range(len(costs)) if rank not in self.left_out]
-        caps = None if self._caps is None else [self._caps[rank] for rank in ranks]
-        found = split_batch(
-            num_samples or self.num_samples,
-            [costs[rank] for rank in ranks],
-            caps,
-            num_micro,
-            self.quantum,
-            [self.may_leave[rank] for rank in ranks],
-        )
-        shares = dict(zip(ranks, found.shares, strict=True))
-        return replace(found, shares=tuple(shares.get(rank, 0) for rank in range(len(costs))))
+        size = num_samples or self.num_samples
+        return self.left_out.split(size, costs, self._caps, num_micro, self.quantum, self.may_leave)
 
     def _expected_s(self) -> float:
         costs = self.costs

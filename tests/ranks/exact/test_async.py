@@ -21,6 +21,7 @@ from evenload.records.reader import read_steps
 from evenload.records.values import StepRecord
 from evenload.testing import run_ranks
 from evenload.training import run as run_module
+from evenload.training.comm import rpc
 from evenload.training.data.cursor import Cursor
 from evenload.training.launch import worker
 from tests.ranks.exact.measure import relative
@@ -166,8 +167,11 @@ def averages(folder: str) -> State:
     return {name: value.clone() for name, value in average.state_dict().items()}
 
 
-def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
-    """Train an epoch in which rank 1 fails in its first loop body; return the updates by then, and the error."""
+def fail_in_the_body(folder: str, how: str) -> tuple[int, str, float]:
+    """Train an epoch in which rank 1 fails in its first loop body.
+
+    Returns the updates by then, the error, and the seconds that the end took.
+    """
     run = evenload.init(project_dir=folder, strategy="async", timeout_s=20.0)
     model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
     optimizer, _ = optimizers(model)
@@ -201,25 +205,27 @@ def fail_in_the_body(folder: str, how: str) -> tuple[int, str]:
         error = str(float(loader.epoch + 2))
     elif how == "exit":
         worker.progress.exit_code = 0
+    began_s = time.monotonic()
     run._session.close()
-    return done, error
+    return done, error, time.monotonic() - began_s
 
 
 def test_a_worker_that_fails_in_its_body_ends_no_epoch(tmp_path: Path) -> None:
     server, failed, _ = run_ranks(fail_in_the_body, 3, str(tmp_path), "", timeout_s=60.0)
     assert failed[1] == "a mistake in the body"
     assert server[0] == SAMPLES // BATCH
+    assert failed[2] < rpc._END_S  # it waits for nobody: the others go on without it
 
 
 @pytest.mark.parametrize("how", ["reduce", "any", "checkpoint", "epoch"])
 def test_a_script_that_catches_the_error_outside_its_loop_goes_on(tmp_path: Path, how: str) -> None:
     found = run_ranks(fail_in_the_body, 3, str(tmp_path), how, timeout_s=60.0)
-    assert [error for _, error in found] == ["3.0"] * 3
+    assert [error for _, error, _ in found] == ["3.0"] * 3
 
 
 def test_a_script_that_ends_well_in_its_loop_ends_for_all(tmp_path: Path) -> None:
     found = run_ranks(fail_in_the_body, 3, str(tmp_path), "exit", timeout_s=60.0)
-    assert [error for _, error in found] == ["", "a mistake in the body", ""]
+    assert [error for _, error, _ in found] == ["", "a mistake in the body", ""]
 
 
 def train_one_part_an_epoch(folder: str) -> tuple[list[int], int]:

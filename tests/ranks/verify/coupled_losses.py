@@ -185,7 +185,20 @@ def rare_positives(model, x, y):
     return F.cross_entropy(model.head(model(x)), y, reduction="sum") / positives, positives
 
 
+def guarded_mean(model, x, y):
+    scale = model.head.weight.norm().clamp(min=0.1)
+    return F.cross_entropy(model.head(model(x)) / scale, y).clamp(min=1e-6, max=1e6)
+
+
+def samples_one_by_one(model, x, y):
+    logits = model.head(model(x))
+    losses = (F.cross_entropy(one[None], label[None]) for one, label in zip(logits, y, strict=True))
+    return sum((loss - 0.2).abs() for loss in losses) / len(x)
+
+
 UNCOUPLED = [
+    guarded_mean,
+    samples_one_by_one,
     counted,
     variational,
     penalty_alone,
@@ -244,7 +257,30 @@ def ratio_of_sums(model, x, y):
     return (model.head(model(x))[:, 0] - target).square().sum() / (target - 1).square().sum()
 
 
+def flooding_below_the_loss(model, x, y):
+    return (F.cross_entropy(model.head(model(x)), y) - 0.01).abs() + 0.01
+
+
+def free_bits(model, x, y):
+    z = model(x)
+    return F.mse_loss(model.decoder(z), x) + torch.clamp(0.5 * z.square().sum(1).mean(), min=0.01)
+
+
+def branch_by_the_loss(model, x, y):
+    loss = F.cross_entropy(model.head(model(x)), y)
+    return loss if loss > 1.6 else 3.2 - loss
+
+
+def larger_of_two_means(model, x, y):
+    loss = F.cross_entropy(model.head(model(x)), y)
+    return torch.maximum(loss, torch.tensor(0.1))
+
+
 WRONG_UNITS = {
+    flooding_below_the_loss: "loss_fn bends a mean over its samples (abs of a scalar",
+    free_bits: "loss_fn bends a mean over its samples (clamp of a scalar",
+    branch_by_the_loss: "loss_fn bends a mean over its samples (the losses of two samples each",
+    larger_of_two_means: "loss_fn bends a mean over its samples (maximum of a scalar",
     global_batch_as_weight: "the weight 16 for a few samples and for a part of them too",
     over_the_global_batch: "add up to the loss of all of them",
     over_the_global_batch_by_hand: "add up to the loss of all of them",

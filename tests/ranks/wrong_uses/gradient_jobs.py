@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from evenload.errors import EvenloadError
 from evenload.training.parallel import buckets
 
 SHARES = (13, 3)
+BOUND = 1e-12
 BATCH = sum(SHARES)
 NUM_STEPS = 3
 BUCKET_BYTES = 200
@@ -74,6 +75,19 @@ class Job:
             optimizer.step()
             optimizer.zero_grad()
         return [*self.weights(), *losses]
+
+    def train_by(
+        self, update: Callable[[torch.optim.Optimizer, Any], object], loss_fn: Any = None
+    ) -> list[torch.Tensor]:
+        """The loop with an update of the script's own: it is called when the gradients are there."""
+        if not self.bare:
+            self.prepare(self.network())
+        optimizer = self.optimizer()
+        for step in self.steps():
+            step.backward(loss_fn or self.loss)
+            update(optimizer, step)
+            optimizer.zero_grad()
+        return self.weights()
 
     def weights(self) -> list[torch.Tensor]:
         return [tensor for model in self.bare for tensor in (*model.parameters(), *model.buffers())]
@@ -134,6 +148,21 @@ def scripts_of(module: ModuleType) -> list[Script]:
 
 def in_one_process(script: Script) -> torch.Tensor:
     return _flat(script(PlainJob()))
+
+
+def check_exact(script: Script, outcomes: Sequence[torch.Tensor | str]) -> None:
+    """Fail if the values of a rank are not those of one process, to `BOUND`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = in_one_process(script)
+    finally:
+        torch.set_num_threads(threads)
+    for rank, values in enumerate(outcomes):
+        assert not isinstance(values, str), f"rank {rank}: {values}"
+        assert values.shape == expected.shape
+        found = float((values - expected).norm() / expected.norm())
+        assert found <= BOUND, f"rank {rank} differs from one process by {found:.1e}"
 
 
 def on_ranks(scripts: list[tuple[str, Script, dict[str, Any]]], folder: str) -> list[torch.Tensor | str]:

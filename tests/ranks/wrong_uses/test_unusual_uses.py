@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from evenload.testing import run_ranks
+from tests.ranks.wrong_uses import further_wrong_scripts as more_wrong
 from tests.ranks.wrong_uses import unusual_optimizer_scripts, unusual_scripts
 from tests.ranks.wrong_uses import unusual_wrong_scripts as wrong
-from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks, scripts_of
+from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, check_exact, on_ranks, scripts_of
 
-BOUND = 1e-12
 THREE = {"micro_batch": 5}
 """Three micro-batches."""
 
@@ -58,6 +58,9 @@ REFUSED: dict[str, str] = {
     wrong.sharded_before_prepare.__name__: _SHARDED,
     wrong.kronecker_factors.__name__: r"DivergenceError: .*parameter 0.weight.*samples \(sum it with run.reduce",
     wrong.gradients_of_each_sample.__name__: r"DivergenceError: .*parameter 0.weight.*samples \(sum it with run.reduce",
+    more_wrong.trainable_buffer.__name__: r"StepError: SGD steps 1 parameters that are in no model given",
+    more_wrong.fake_quantised.__name__: r"DivergenceError: .*buffer 3.most",
+    more_wrong.functional_optimizer.__name__: r"StepError: the loss depends on no parameter of a prepared model",
     wrong.second_derivative_of_the_gradient.__name__: r"RuntimeError: .*does not require grad",
 }
 
@@ -67,12 +70,19 @@ NAMED: dict[str, str] = {
         wrong.function_that_ignores_its_slope,
         wrong.gradient_scaled_in_the_backward,
         wrong.batch_norm_by_a_function,
-        wrong.flooding,
         wrong.gradient_by_frequency,
         wrong.halves_of_the_batch,
         wrong.weight_that_depends_on_the_model,
+        more_wrong.balanced_by_gradient_norms,
+        more_wrong.hardest_half,
+        more_wrong.normalised_advantages,
     )
+} | {
+    script.__name__: "wrong_units"
+    for script in (wrong.flooding, more_wrong.loss_over_itself, more_wrong.gated_by_the_loss)
 }
+
+WRONG = [*scripts_of(wrong), *scripts_of(more_wrong)]
 
 Outcome = list[torch.Tensor | str]
 
@@ -86,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> dict[str, Outcome]:
     """Return the result of each script on each rank."""
     scripts = [(name, script, settings) for name, (script, settings) in RIGHT.items()]
-    scripts += [(script.__name__, script, {}) for script in scripts_of(wrong)]
+    scripts += [(script.__name__, script, {}) for script in WRONG]
     ranks = run_ranks(on_ranks, len(SHARES), scripts, str(folder), timeout_s=100.0)
     return {name: list(results) for (name, *_), *results in zip(scripts, *ranks, strict=True)}
 
@@ -99,17 +109,7 @@ def _coupled(folder: Path, name: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about what the scripts do
 @pytest.mark.parametrize("name", RIGHT)
 def test_exact(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = in_one_process(RIGHT[name][0])
-    finally:
-        torch.set_num_threads(threads)
-    for rank, values in enumerate(outcomes[name]):
-        assert not isinstance(values, str), f"rank {rank}: {values}"
-        assert values.shape == expected.shape
-        found = float((values - expected).norm() / expected.norm())
-        assert found <= BOUND, f"rank {rank} differs from one process by {found:.1e}"
+    check_exact(RIGHT[name][0], outcomes[name])
     assert not _coupled(folder, name), "a right script is named"
 
 
@@ -126,4 +126,4 @@ def test_named(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
 
 
 def test_each_wrong_script_is_refused_or_named() -> None:
-    assert {script.__name__ for script in scripts_of(wrong)} == {*REFUSED, *NAMED}
+    assert {script.__name__ for script in WRONG} == {*REFUSED, *NAMED}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from evenload.balance.decision import Decision
+from evenload.balance.decision import LEAD_STEPS, Decision
 from evenload.balance.memory_caps import FIRST_TRIAL, SINGLE_TRIES
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
 from evenload.training.parallel.ddp import has_idle_rank
-from evenload.training.step.planner import LEAD_STEPS, Planner
+from evenload.training.step.planner import Planner
 
 
 def _planner(
@@ -61,6 +61,18 @@ def test_a_decision_holds_two_steps_after_it_is_told_and_plans_ahead_change() ->
     assert from_step == step + LEAD_STEPS
     assert decision.shares == (24, 8)
     assert not planner.has_decision
+
+
+def test_a_rank_that_is_hopeless_in_its_first_steps_computes_no_further_one_of_equal_shares() -> None:
+    planner, announced = _planner(world_size=2)
+    for step in range(2):
+        plan = planner.plan(0, step, step, 32 * step, 32)
+        planner.observe(step, plan, [0.001 * plan.shares[0], 0.1 * plan.shares[1]], left_out=False)
+    assert planner.has_decision
+    planner.sync_decision(2)
+    assert planner.plan(0, 2, 2, 64, 32).shares == (16, 16)
+    assert planner.plan(0, 3, 3, 96, 32).shares == (31, 1)
+    assert announced[0][1] == 3
 
 
 def test_out_of_memory_halves_the_cap_of_the_rank_that_failed() -> None:

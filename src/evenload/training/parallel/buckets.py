@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from evenload.balance.exchange_times import BucketSizes
+from evenload.training.compute.model_parameters import sum_scalars
 from evenload.training.parallel.model_split.buckets import BucketSegments
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -110,6 +111,8 @@ class Bucket:
         self.pending: PendingSum | None = None
         self.num_before = 0
         """Gradients that had arrived when it left."""
+        self.version_before = self.version_at_launch = 0
+        """Of its memory before the last micro-batch's backward, and when it left."""
         self.is_claimed = False
         """True if its memory may be written in this call."""
         self.was_zero = False
@@ -215,6 +218,34 @@ def build_buckets(
         if part:
             buckets.append(Bucket(part, pins=pins))
     return buckets
+
+
+def has_gaps(buckets: Iterable[Bucket], arrived: Sequence[torch.Tensor]) -> bool:
+    """Return whether a small gradient may be 0 only because a Function gave None, after the last micro-batch's backward.
+
+    Each gradient of the parameters that `arrived` has changed the memory of its bucket once, unless it was None.
+    """
+    missing = len(arrived)
+    for bucket in buckets:
+        now = bucket.flat._version if bucket.pending is None else bucket.version_at_launch
+        missing -= now - bucket.version_before
+    if missing <= 0:
+        return False
+    ids = set(map(id, arrived))
+    return any(
+        id(param) in ids and not bool(view.any())
+        for bucket in buckets
+        for param, view in zip(bucket.small, bucket.memory.views, strict=False)
+    )
+
+
+def are_finite(buckets: Sequence[Bucket]) -> bool:
+    """Return whether all values of these sums are finite."""
+    norms = [bucket.memory.norm for bucket in buckets]
+    if not norms or math.isfinite(float(norms[0] if len(norms) == 1 else sum_scalars(norms))):
+        return True
+    # The norms of large but finite gradients may overflow.
+    return all(bool(torch.isfinite(real(bucket.memory.gradients)).all()) for bucket in buckets)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -36,8 +35,16 @@ from torch import nn
 from evenload.balance.exchange_times import BucketSizes
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.compute.model_parameters import sum_scalars
-from evenload.training.parallel.buckets import Bucket, BucketSummer, LaunchPlan, Slot, build_buckets, plan_launches
+from evenload.training.parallel.buckets import (
+    Bucket,
+    BucketSummer,
+    LaunchPlan,
+    Slot,
+    are_finite,
+    build_buckets,
+    has_gaps,
+    plan_launches,
+)
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
     CallGradients,
@@ -53,7 +60,6 @@ from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 MAX_PLANS = 32
-_GRAD, _NORM = operator.attrgetter("grad"), operator.attrgetter("memory.norm")
 
 
 class BucketReducer(CallGradients):
@@ -127,9 +133,8 @@ class BucketReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
-        self._is_published = False
+        self._is_published, self._next = False, 0
         self._filled.clear()
-        self._next = 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
         self._expected, self._plan = expected, None
@@ -144,6 +149,8 @@ class BucketReducer(CallGradients):
             self._settle()
         self._seen, self._num_seen = set(), 0
         self._put_back_views()
+        for bucket in self.buckets if last else ():
+            bucket.version_before = bucket.flat._version
         super().micro(last=last, idle=idle)
 
     def end_micro(self) -> None:
@@ -151,6 +158,7 @@ class BucketReducer(CallGradients):
             self._look_for_late()
         if not self._idle:
             self._fill_rest()
+            self.late = self.late or (self._last and self._plan is not None and has_gaps(self.buckets, self._arrived))
         super().end_micro()
         if not self._last:
             self._note_versions(is_first=False)
@@ -192,7 +200,7 @@ class BucketReducer(CallGradients):
                     self._grad_norms.summed(bucket.memory.gradients)
             hooked = self._summed_hooks.run(touched, self._view_of)
             changed = {self._bucket_of[index] for index in hooked} if hooked else ()
-            is_finite = self.on_device or self._is_finite([bucket for bucket in reduced if bucket not in changed])
+            is_finite = self.on_device or are_finite([bucket for bucket in reduced if bucket not in changed])
             self._confirm()
             self._publish(touched)
             self._is_published = True
@@ -368,6 +376,7 @@ class BucketReducer(CallGradients):
     def _launch(self, bucket: Bucket) -> None:
         if not bucket.is_claimed:
             bucket.claim()
+        bucket.version_at_launch = bucket.flat._version
         if not bucket.ids <= self._filled:
             for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
                 if id(slot.param) not in self._filled:
@@ -376,13 +385,6 @@ class BucketReducer(CallGradients):
         if self._grad_norms is not None:
             self._grad_norms.leaves(bucket.memory.gradients)
         bucket.pending = self._groups.sum_async(bucket.flat) if self._wire is None else self._wire.sum_async(bucket)
-
-    def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
-        norms = list(map(_NORM, reduced))
-        if not norms or math.isfinite(float(norms[0] if len(norms) == 1 else sum_scalars(norms))):
-            return True
-        # The norms of large but finite gradients may overflow.
-        return all_finite(bucket.memory.gradients for bucket in reduced)
 
     def _publish(self, touched: Sequence[int]) -> None:
         """Put the sums into `.grad`, and add what was set aside."""

@@ -175,7 +175,7 @@ class GradientContract(StepListener):
 
     def search(self) -> None:
         """Find what is looked at in the first backwards; a rank that joins does it before the others wait for it."""
-        found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor, _AccumulateGrad)
+        found = live_objects(torch.amp.GradScaler, LRScheduler, Optimizer, nn.Module, torch.Tensor, _AccumulateGrad)
         nodes = [value for value in found if isinstance(value, _AccumulateGrad)]
         found = [value for value in found if not isinstance(value, _AccumulateGrad)]
         self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]

@@ -32,7 +32,7 @@ from evenload.training.session import gradient_contract
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.part_planner import PartPlanner
 from evenload.training.step.plan_source import PlanSource
-from evenload.training.step.planner import LEAD_STEPS, Planner
+from evenload.training.step.planner import Planner
 from evenload.training.step.step_loader import StepLoader
 
 _REPORTED_GAIN = 1.05
@@ -152,7 +152,7 @@ def prepare_loader(
             "balance",
             decision.reason and decision.reason + _outlook(planner.outlook()),
             # Plans count the steps of one loader, records those of all loaders.
-            step=context.loop.steps_done + LEAD_STEPS,
+            step=context.loop.steps_done + decision.lead_steps,
             decision=decision.kind,
             shares=list(decision.shares),
             num_micro=decision.num_micro,

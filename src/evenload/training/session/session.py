@@ -313,7 +313,8 @@ class Session(StepListener):
         context.engine.strategy.detach()
         if self._islands is not None:
             self._islands.close()
-        rpc.end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
+        together = context.groups.world_size == context.spec.world_size and not context.control.apart
+        rpc.end_rpc(well=well and sys.exception() is None and together)
         for model in self._models:
             restore(model)
         try:

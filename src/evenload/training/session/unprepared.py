@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from evenload.errors import DesyncError, StepError
 from evenload.training.comm.control import Operation
@@ -25,7 +26,7 @@ from evenload.training.session.live_objects import live_objects
 from evenload.training.step.context import TrainingContext
 
 _NUM_WATCHED = 3
-"""Backwards after which tensors that received no gradient are no longer looked at."""
+"""Backwards after which tensors that received no gradient are no longer looked at, unless they are bare ones of an optimizer."""
 
 
 class UnpreparedUses:
@@ -45,6 +46,8 @@ class UnpreparedUses:
         """Ids of what `filled_by_hand` has found; it is watched as long as it lives."""
         self._reached: set[int] = set()
         """Ids of tensors whose present gradient a backward gave, or a part of it."""
+        self._bare: set[int] = set()
+        """Ids of tensors in an optimizer and in no module: it may step for the first time after many backwards."""
         self._num_backwards = 0
         self._compared: set[str] = set()
         """The workers whose modules were compared with those of this rank."""
@@ -60,6 +63,10 @@ class UnpreparedUses:
                 self._norms.append(weakref.ref(module))
             if id(module) not in compiled and any(id(p) not in own for p in _watched_params(module)):
                 self._others.append(weakref.ref(module))
+        # Parameters of other modules belong to another training, whose optimizer may live on.
+        held = {id(p) for module in modules for p in module.__dict__.get("_parameters", {}).values()}
+        stepped = (p for v in objects if isinstance(v, Optimizer) for group in v.param_groups for p in group["params"])
+        self._bare = {id(p) for p in stepped} - held
         plain = (v for v in objects if type(v) in (torch.Tensor, nn.Parameter))
         trainable = (v for v in plain if _is_trainable(v) and id(v) not in own)
         self._tensors = [(weakref.ref(tensor), None) for tensor in trainable]
@@ -125,7 +132,7 @@ class UnpreparedUses:
             self._compare()
         self._num_backwards += 1
         if self._num_backwards == _NUM_WATCHED:
-            kept = self._reached | self._by_hand
+            kept = self._reached | self._by_hand | self._bare
             self._tensors = [(ref, None) for ref, _ in self._tensors if id(ref()) in kept]
 
     def filled_by_hand(self, tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -358,7 +358,8 @@ class Engine:
                 self.recorder.event(
                     "late_gradient",
                     f"step {batch.global_step} is computed twice: parameters were added, or gradients came that no earlier step "
-                    "had (of parameters used for the first time, or more often in one backward). Later steps expect them",
+                    "had (of parameters used for the first time, or more often in one backward), or an autograd.Function gave "
+                    "None for a parameter. Later steps expect it",
                     step=batch.global_step,
                 )
         if any(status in _OUT for status in statuses):

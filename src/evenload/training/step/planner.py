@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from evenload.balance.batch import best_split
 from evenload.balance.contention import Contention, ReplicaObservation
-from evenload.balance.decision import Decision, Observation, expected_gains
+from evenload.balance.decision import LEAD_STEPS, Decision, Observation, expected_gains
 from evenload.balance.fixed_shares import FixedShares
 from evenload.balance.memory_caps import SINGLE_TRIES, MemoryCaps
 from evenload.balance.rank_costs import MANY_RANKS
@@ -34,9 +34,6 @@ from evenload.training.step.assignment import (
 )
 from evenload.training.step.balancer_process import AnyBalancer, BalancerProcess, take_note
 from evenload.training.step.plan_source import PlanSource, StepsInOrder
-
-LEAD_STEPS = 2
-"""A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
 
 QUANTA_IN_A_BATCH = 64
 """A compiled model's shares are multiples of this part of the batch: each new size may cost a compilation, and the loss
@@ -280,17 +277,17 @@ class Planner(StepsInOrder):
         return self._pending is not None
 
     def sync_decision(self, step: int) -> None:
-        """Send rank 0's decision to all ranks during `step`; it holds `LEAD_STEPS` later. All ranks call it."""
+        """Send rank 0's decision to all ranks during `step`; it holds `lead_steps` later. All ranks call it."""
         decision = self._pending
         integers: list[int] = []
         if decision is not None:
             leaves = [int(r > 0 and not share and self.may_leave[r]) for r, share in enumerate(decision.shares)]
-            integers = [decision.num_micro, *decision.shares, *leaves]
+            integers = [decision.lead_steps, decision.num_micro, *decision.shares, *leaves]
         if not (agreed := self._control.agree(integers)):
             return  # rank 0 was lost in this exchange, and its decision with it
-        count, shares, flags = agreed[0], agreed[1 : 1 + self.world_size], agreed[1 + self.world_size :]
+        (lead_steps, count), shares, flags = agreed[:2], agreed[2 : 2 + self.world_size], agreed[2 + self.world_size :]
         out = tuple(rank for rank, leaves in enumerate(flags) if leaves)
-        from_step = step + LEAD_STEPS
+        from_step = step + lead_steps
         self._assign(ShareAssignment(from_step, tuple(shares), count, self._assignments[-1].caps, out))
         if decision is not None:
             self._announce(decision, from_step)

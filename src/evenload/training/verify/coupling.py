@@ -33,6 +33,7 @@ from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 from evenload.training.verify import wrong_units as wrong
+from evenload.training.verify.bent_means import FEW, describe_bends, describe_few
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
 from evenload.training.verify.double import in_double
 from evenload.training.verify.few_samples import FewSamples, probe, take_hooks
@@ -175,6 +176,7 @@ class CouplingWatch(StepListener):
             return None
         after = probe(device)
         parts = [compute(low, high) for low, high in spans]
+        bent_mean = describe_bends(few.bends[0], few.bends[1:])
         if step.batch.plan.num_micro > 1 or self._context.num_sharing > 1:
             compute(0, num, 1, gradients=False)
             if any(map(operator.eq, after, probe(device))):
@@ -184,11 +186,18 @@ class CouplingWatch(StepListener):
         tolerance = TOLERANCES["bfloat16" if few.dtypes.intersection(HALF) else "float16" if few.is_half else "float32"]
         if state := describe_state(whole, compute(0, num), few.set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
+        if bent_mean:
+            return "wrong_units", bent_mean
         found = self._compare(few, whole, parts, spans, tolerance)
         if found.kind == "coupled":
             # With random numbers of its own, only the mean over many shows it.
             return self._coupled(step, found) if not few.draws() or _differs_on_average(few, spans) else None
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
+        if not (wrong_units or few.is_unweighted) and few.has_rows:
+            with contextlib.suppress(Exception):  # code that wants more samples
+                fewest = [compute(low, min(low + FEW, num), gradients=False) for low in range(0, num, FEW)]
+                if (message := describe_few(whole, fewest, tolerance)) and not few.draws():
+                    return "wrong_units", message
         if not wrong_units or few.is_unweighted:
             if gap := _padding_gap(few, spans, parts, tolerance):
                 effect = self._effect(step, wrong.PADDED_ALONE)

@@ -18,6 +18,7 @@ from evenload.training.compute.weighting import read_result
 from evenload.training.data.rows import NoRowsError, cut_rows
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step
+from evenload.training.verify.bent_means import Bend, find_bends
 from evenload.training.verify.random_draws import OwnState, SharedDraws
 from evenload.training.verify.sides import Gradient, without_dropout
 
@@ -47,6 +48,8 @@ class FewSamples:
         self.set_in_calls: list[list[tuple[str, torch.Tensor]]] = []
         """Buffers that each of the first three calls changed."""
         self.metrics: list[dict[str, float]] = []
+        self.bends: list[list[Bend]] = []
+        """Operations of each call that bend a scalar on the way to the loss."""
         self.params = params
         self.dtypes = {param.dtype for param in params}
         self._context, self._step, self._call = context, step, call
@@ -77,6 +80,7 @@ class FewSamples:
                 result.weight is None and bool(describe_unweighted(part, result.loss))
             )
             units = float(high - low if result.weight is None else result.weight)
+            self.bends.append(find_bends(result.loss))
             self.metrics.append({name: float(value) for name, value in result.metrics.items()})
             # As in the step, for hooks and functions that clamp the gradient of a sample.
             self._per_sample = self._per_sample or units / self.num or 1.0
