@@ -1,10 +1,11 @@
 """Two machines (network namespaces): a step's time in each format of the wire, beside its prediction.
 
-One CPU rank on each machine, both on the cores of this one. The formats, and islands that synchronise once in 20 steps, take
-turns in blocks of steps, each block a session of the same processes, so that other load meets all of them. The prediction is that
-of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation. The
-times are medians: of steps, and of three synchronisations in each session of islands. One alone may take 0.2 s longer where the
-kernel's congestion control looks for the shortest round trip (BBR does once in 10 s).
+One CPU rank on each machine, which has half of the cores: else the kernel runs both ranks on one core in some sessions, and on
+two in others. The formats, and islands that synchronise once in 20 steps, take turns in blocks of steps, each block a session of
+the same processes, so that other load meets all of them. The prediction is that of the run itself (event `advice` of the float32
+sessions), from the link that it measured and its own time of computation. The times are medians: of steps, and of three
+synchronisations in each session of islands. One alone may take 0.2 s longer where the kernel's congestion control looks for the
+shortest round trip (BBR does once in 10 s).
 
 `--only 100` takes the links of a rate, `--only 100/40` the one with this round trip (in ms): one round, or three of the fastest
 links, a minute for each.
@@ -16,6 +17,7 @@ be the cheapest is it, or takes at most 5 % longer than the one that is.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -121,15 +123,19 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _link(folder: Path, mbit: float, delay_ms: float, width: int, rounds: int) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
     script = ("train.py", ",".join(_SETTINGS), str(rounds), "10", str(width))
     with hosts.machines(2, mbit, delay_ms=delay_ms) as boxes:
         processes = []
-        for box in boxes:
+        for index, box in enumerate(boxes):
             own = folder / box.name
             own.mkdir(parents=True)
             (own / "train.py").write_text(_SCRIPT)
             with (own / "screen").open("w") as screen:
                 command = [
+                    "taskset",
+                    "-c",
+                    ",".join(map(str, cores[index :: len(boxes)] or cores)),
                     sys.executable,
                     "-m",
                     "evenload.cli.main",

@@ -13,7 +13,7 @@ Bandwidth is that of both directions in use at once.
 `busy` is the part of a sum's time that a computation beside it loses, 0 where a GPU computes: the kernel and gloo copy on the
 cores that compute. While h seconds of a sum pass, the computation gets on by (1 - busy) · h. The encoding of other buckets hides
 a sum as the backward does, so on a CPU codec · (1 - last bucket / all bytes) is added to H. The C that is measured in steps
-with a format contains what its sum and its codec took (`without_exchange`).
+with a format contains what its codec took, and what its sums took from the processor (`without_exchange`).
 
 Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
 
@@ -42,6 +42,7 @@ LOCAL_FRAGMENTS = 4
 """Of the option of strategy ``local`` in fragments."""
 _MOST_FASTER = 0.9
 """Of the time of a sum: steps that took less say that computation was measured too dear."""
+_LOCAL = 'strategy="local"'
 _ROUNDS = {"fp32": 2, "bf16": 1, "fp16": 1, "int8": 1, "powersgd": 4}
 """Between two machines; from three on, quantised formats take two."""
 
@@ -120,10 +121,14 @@ def wire_options(
     return options
 
 
-def without_exchange(work: Work, wire: str, size: GradientSize, link: Link, num_machines: int) -> Work:
-    """Return the work without what the sums of a format took from it, in whose steps it was measured."""
-    one = _overlap(wire, size, link, num_machines, work)
-    lost_s = one.busy * min(one.window_s, one.hideable_s) + one.codec_s
+def without_exchange(work: Work, wire: str, size: GradientSize, link: Link, num_machines: int, delay_s: float) -> Work:
+    """Return the work without what a format encodes, decodes and sends, in whose steps it was measured.
+
+    `delay_s`: seconds in which the threads that compute had no processor. Sums had it for no longer than they compute, other
+    programs, or a quota, for the rest, which stays.
+    """
+    lost_s = min(delay_s, sent_bytes(wire, size, num_machines) * link.lost_s_per_byte)
+    lost_s += _overlap(wire, size, link, num_machines, work).codec_s
     return replace(work, compute_s=max(work.compute_s - lost_s, (1 - _BACKWARD_SHARE) * work.compute_s))
 
 
@@ -134,23 +139,29 @@ def as_measured(
 
     Up to a round trip of the link it is the same with any format: the rows that ranks exchange in each step wait behind the
     gradients in the link's queue. As far as sums keep processors busy, threads waited for each other, as with any format; else
-    the link was slower or faster.
+    the link was slower or faster, for what islands send, too.
     """
     known = {f'wire="{name}"': _overlap(name, size, link, num_machines, work) for name in FORMATS}
     present = next(one for one in options if one.setting == f'wire="{wire}"')
     added_s = present.step_s - work.compute_s
     rest_s = min(added_s, max(-_MOST_FASTER * added_s, took_s - present.step_s))
     busy, sum_s = known[present.setting].busy if rest_s > 0 else 0.0, known[present.setting].sum_s
+    if not sum_s:
+        return list(options)
     rows_s = max(0.0, min(rest_s, link.latency_s / 2))
-    rest_s -= rows_s
-    return [
-        replace(
-            one, step_s=one.step_s + rows_s + rest_s * (busy + (1 - busy) * min(1.0, known[one.setting].sum_s / sum_s))
-        )
-        if one.setting in known and sum_s
-        else one
-        for one in options
-    ]
+    link_s = (1 - busy) * (rest_s - rows_s)
+    any_s = rest_s - link_s
+
+    def found(one: Option) -> Option:
+        if one.setting in known:
+            return replace(one, step_s=one.step_s + any_s + link_s * min(1.0, known[one.setting].sum_s / sum_s))
+        if not one.setting.startswith(_LOCAL):
+            return one
+        more_s = max(-_MOST_FASTER * one.exchange_s, link_s * one.sent_bytes / present.sent_bytes)
+        each_s = one.exchange_s + more_s
+        return replace(one, exchange_s=each_s, step_s=_islands_step_s(one.setting, work, each_s))
+
+    return list(map(found, options))
 
 
 @dataclass(frozen=True)
@@ -185,7 +196,7 @@ def _overlap(wire: str, size: GradientSize, link: Link, num_machines: int, work:
 def local_options(size: GradientSize, link: Link, num_machines: int, work: Work, sync_every: int) -> list[Option]:
     """Return strategy ``local``: at once, in fragments, and at once in the format with the fewest bytes per value."""
     options = []
-    setting = f'strategy="local", sync_every={sync_every}'
+    setting = f"{_LOCAL}, sync_every={sync_every}"
     for wire, more in (("fp32", ""), ("fp32", f", fragments={LOCAL_FRAGMENTS}"), ("int8", ', wire="int8"')):
         if more and sync_every < LOCAL_FRAGMENTS:
             continue
@@ -194,10 +205,13 @@ def local_options(size: GradientSize, link: Link, num_machines: int, work: Work,
         # Each fragment waits for a latency of its own, and what islands report to each other for another one, beside two steps.
         total_s = sum_s + (num_parts - 1) * link.latency_s + max(0.0, link.latency_s - 2 * work.compute_s)
         each_s = (total_s + size.num_values * work.outer_s_per_value) / sync_every
-        step_s = max(work.compute_s, each_s) if num_parts > 1 else work.compute_s + each_s
-        sent = sent_bytes(wire, size, num_machines) / sync_every
+        sent, step_s = sent_bytes(wire, size, num_machines) / sync_every, _islands_step_s(more, work, each_s)
         options.append(Option(setting + more, False, sent, each_s, step_s))
     return options
+
+
+def _islands_step_s(setting: str, work: Work, each_s: float) -> float:
+    return max(work.compute_s, each_s) if "fragments" in setting else work.compute_s + each_s
 
 
 def async_option(size: GradientSize, link: Link, work: Work) -> Option | None:

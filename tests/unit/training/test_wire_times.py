@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from evenload.balance.wire_bytes import FORMATS, GradientSize
+from evenload.training.comm.link import LinkMeter
 from evenload.training.data.randomness import comparable_state
 from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.observation import GradientObservation
@@ -51,7 +53,7 @@ def test_the_scripts_random_numbers_go_on_after_the_rehearsal(monkeypatch: pytes
 
     monkeypatch.setattr(advice, "codec_seconds", measure)
     monkeypatch.setattr(advice, "outer_seconds", measure_outer)
-    timed = SimpleNamespace(own_seconds=lambda: (1.0, 1.0), whole_seconds=lambda: 1.0)
+    timed = SimpleNamespace(own_seconds=lambda: (1.0, 1.0), delay_s=0.0, whole_seconds=lambda: 1.0)
     step: Any = SimpleNamespace(
         stats=SimpleNamespace(is_usual=True, timed=timed),
         batch=SimpleNamespace(plan=SimpleNamespace(shares=(1, 1), num_micro=1)),
@@ -69,3 +71,27 @@ def test_the_scripts_random_numbers_go_on_after_the_rehearsal(monkeypatch: pytes
         for _ in range(100):
             watch.on_trained(step)
     assert comparable_state([]) == before
+
+
+def test_a_sum_costs_a_computation_no_more_than_other_threads_of_the_process_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow:
+        """A sum during which another program has the processor."""
+
+        def __init__(self) -> None:
+            self._num_looks = 0
+
+        @property
+        def done(self) -> bool:
+            time.sleep(0.01)
+            self._num_looks += 1
+            return self._num_looks > 5
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr("evenload.training.comm.link.dist.all_reduce", lambda *_, **__: None)
+    groups: Any = SimpleNamespace(begin=lambda *_: Slow(), wait=lambda *_: None)
+    meter = LinkMeter(groups)
+    assert meter._lost_s(cast("Any", None), 1024) < 0.02  # 0.06 s passed

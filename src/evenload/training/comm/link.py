@@ -110,21 +110,26 @@ class LinkMeter:
         return torch.tensor([latency_s, up, down, both, lost_s], dtype=torch.float64, device=device)
 
     def _lost_s(self, group: dist.ProcessGroup, num_values: int) -> float:
-        """Return the seconds that a computation on this processor loses to one sum of so many values beside it."""
+        """Return the seconds that a computation on this processor loses to one sum of so many values beside it.
+
+        No more than other threads of this process computed meanwhile: other programs may take a processor, too.
+        """
         values, left, right = torch.zeros(num_values), torch.ones(64, 512), torch.ones(512, 512)
         out, found = left @ right, []
         for _ in range(_NUM_BESIDE):
             self._agree(0.0, group, values.device)
             began_s, count = time.perf_counter(), 0
+            others_s = time.thread_time() - time.process_time()
             pending = self._groups.begin(dist.all_reduce(values, group=group, async_op=True), True)
             while not pending.done:
                 torch.mm(left, right, out=out)
                 count += 1
             pending.wait()
+            others_s += time.process_time() - time.thread_time()
             ended_s = time.perf_counter()
             for _ in range(count):
                 torch.mm(left, right, out=out)
-            found.append(2 * ended_s - began_s - time.perf_counter())
+            found.append(min(others_s, 2 * ended_s - began_s - time.perf_counter()))
         return max(0.0, statistics.median(found))
 
     def _agree(self, seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -36,6 +36,7 @@ class LinkAdvice(StepListener):
         self._context = context
         self._models = models
         self._computed_s: list[float] = []
+        self._delay_s: list[float] = []
         self._took_s: list[float] = []
 
     def opening(self) -> list[str]:
@@ -111,6 +112,7 @@ class LinkAdvice(StepListener):
         if (timed := step.stats.timed) is None:
             return
         self._computed_s.append(max(timed.own_seconds()))
+        self._delay_s.append(timed.delay_s)
         self._took_s.append(timed.whole_seconds())
         if len(self._computed_s) < _NUM_STEPS:
             return
@@ -129,7 +131,8 @@ class LinkAdvice(StepListener):
         took_s, is_island = statistics.median(self._took_s[1:]), context.islands is not None
         present = context.wire.format if context.wire is not None else None
         wire = "fp32" if present is None else present.name
-        work = work if is_island else without_exchange(work, wire, size, link, senders)
+        if not is_island:
+            work = without_exchange(work, wire, size, link, senders, statistics.median(self._delay_s[1:]))
         options = options_of(size, link, senders, work, context.config.sync_every)
         options = options if is_island else as_measured(options, wire, size, link, senders, work, took_s)
         best, exact = cheapest(options, exact=False), cheapest(options, exact=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from evenload.training.parallel.wire.codec import Block
+
 
 class BFloat16:
     name = "bf16"
@@ -14,5 +16,5 @@ class BFloat16:
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         out.view(torch.bfloat16).copy_(values)
 
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(encoded.view(torch.bfloat16))
+    def decode(self, encoded: torch.Tensor, num_values: int, here: Block, out: torch.Tensor) -> None:
+        out.copy_(encoded.view(torch.bfloat16)[here.values])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 CHUNK = 1024
 """Values that share a scale."""
-_BLOCK = 128 * CHUNK
+BLOCK = 128 * CHUNK
 """Values that a CPU encodes at a time: what is computed on the way stays in its cache, and in memory that it has."""
 _HEADER_BYTES = 8
 """A float64 in front of the values: the norm, which must show a NaN or an overflow whatever the format loses."""
+
+
+class Block(NamedTuple):
+    """Places of values, and those of their chunks."""
+
+    values: slice
+    chunks: slice
 
 
 class Codec(Protocol):
@@ -24,8 +31,8 @@ class Codec(Protocol):
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write values, float32 or float64 of shape ``(n,)``, into bytes of shape ``(num_bytes(n),)``, aligned to 8."""
 
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the values back; a chunk with a NaN or an infinity gives some again."""
+    def decode(self, encoded: torch.Tensor, num_values: int, here: Block, out: torch.Tensor) -> None:
+        """Write a block of so many values back; a chunk with a NaN or an infinity gives some again."""
 
 
 def message_bytes(codec: Codec, num_values: int) -> int:
@@ -41,16 +48,27 @@ def pack(codec: Codec, values: torch.Tensor, norm: torch.Tensor, out: torch.Tens
 
 def unpack(codec: Codec, message: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write the values of a message into `out`, and return the norm in front of them."""
-    codec.decode(message[_HEADER_BYTES : _HEADER_BYTES + codec.num_bytes(len(out))], out)
+    for here in blocks(out):
+        unpack_block(codec, message, len(out), here, out[here.values])
+    return norm_of(message)
+
+
+def unpack_block(codec: Codec, message: torch.Tensor, num_values: int, here: Block, out: torch.Tensor) -> None:
+    """Write a block of the `num_values` values of a message into `out`."""
+    codec.decode(message[_HEADER_BYTES : _HEADER_BYTES + codec.num_bytes(num_values)], num_values, here, out)
+
+
+def norm_of(message: torch.Tensor) -> torch.Tensor:
+    """Return the norm in front of a message."""
     return message[:_HEADER_BYTES].view(torch.float64)[0]
 
 
-def blocks(values: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the places of values to encode at a time, and those of their chunks."""
-    size = _BLOCK if values.device.type == "cpu" else max(1, len(values))
+def blocks(values: torch.Tensor) -> Iterator[Block]:
+    """Yield the places of values to encode at a time."""
+    size = BLOCK if values.device.type == "cpu" else max(1, len(values))
     for low in range(0, len(values), size):
         high = min(low + size, len(values))
-        yield slice(low, high), slice(low // CHUNK, -(-high // CHUNK))
+        yield Block(slice(low, high), slice(low // CHUNK, -(-high // CHUNK)))
 
 
 def in_chunks(values: torch.Tensor) -> torch.Tensor:

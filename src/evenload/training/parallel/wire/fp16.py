@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks, scales_and_values
+from evenload.training.parallel.wire.codec import CHUNK, Block, blocks, in_chunks, scales_and_values
 
 
 class Float16:
@@ -28,8 +28,7 @@ class Float16:
             scaled = chunks / scales[rows].to(values.dtype).unsqueeze(1)
             coded[here] = scaled.view(-1)[: here.stop - here.start]
 
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, coded = scales_and_values(encoded, len(out), torch.float16)
-        for here, rows in blocks(out):
-            out[here] = coded[here]
-            out[here].mul_(scales[rows].to(out.dtype).repeat_interleave(CHUNK)[: here.stop - here.start])
+    def decode(self, encoded: torch.Tensor, num_values: int, here: Block, out: torch.Tensor) -> None:
+        scales, coded = scales_and_values(encoded, num_values, torch.float16)
+        out.copy_(coded[here.values])
+        out.mul_(scales[here.chunks].to(out.dtype).repeat_interleave(CHUNK)[: len(out)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from evenload.training.parallel.wire.codec import CHUNK, blocks, in_chunks, scales_and_values
+from evenload.training.parallel.wire.codec import CHUNK, Block, blocks, in_chunks, scales_and_values
 
 _LEVELS = 127
 _LEAST_SCALE = 1e-37
@@ -32,8 +32,7 @@ class Int8:
             rounded = (chunks * inverse.unsqueeze(1)).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0.0)
             coded[here] = rounded.view(-1)[: here.stop - here.start]
 
-    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, coded = scales_and_values(encoded, len(out), torch.int8)
-        for here, rows in blocks(out):
-            out[here] = coded[here]
-            out[here].mul_(scales[rows].to(out.dtype).repeat_interleave(CHUNK)[: here.stop - here.start])
+    def decode(self, encoded: torch.Tensor, num_values: int, here: Block, out: torch.Tensor) -> None:
+        scales, coded = scales_and_values(encoded, num_values, torch.int8)
+        out.copy_(coded[here.values])
+        out.mul_(scales[here.chunks].to(out.dtype).repeat_interleave(CHUNK)[: len(out)])

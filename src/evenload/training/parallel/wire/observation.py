@@ -25,23 +25,23 @@ class GradientObservation:
     def __init__(self) -> None:
         self.num_calls = 0
         self._noise = 0.0
-        self._totals = torch.zeros(2 * len(CODECS) + 3, dtype=torch.float64)
-        """Over calls and ranks: |g_r|², what each codec loses of it, its seconds for a value and ranks on CPUs (once), seconds of
-        computation."""
+        self._totals = torch.zeros(2 * len(CODECS) + 4, dtype=torch.float64)
+        """Over calls and ranks: |g_r|², what each codec loses of it, its seconds for a value and ranks on CPUs (once), seconds in
+        which a thread that computed had no processor, seconds of computation with them."""
         self.own = self._totals.clone()
         """The same of this rank in this call."""
         self._num_micro = 1
         self._shares: tuple[int, ...] = ()
-        self._began_s = 0.0
+        self._began_s = self._began_cpu_s = 0.0
 
     def begin(self, shares: Sequence[int], num_micro: int) -> None:
         self.own.zero_()
         self._shares, self._num_micro = tuple(shares), num_micro
-        self._began_s = time.perf_counter()
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.thread_time()
 
     def look_at(self, bucket: Bucket) -> None:
         """Encode a bucket that is about to leave in each format."""
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         values = bucket.memory.gradients.to(wide_dtype(bucket))
         self.own[0] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
         part = torch.empty_like(values)
@@ -51,13 +51,15 @@ class GradientObservation:
             unpack(codec, message, part)
             self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
         self._began_s += time.perf_counter() - began_s
+        self._began_cpu_s += time.thread_time() - began_cpu_s
         self.own[-1] = time.perf_counter() - self._began_s
+        self.own[-2] = max(0.0, float(self.own[-1]) - (time.thread_time() - self._began_cpu_s))
 
     def rehearse(self, device: torch.device, size: GradientSize) -> None:
         """Add what the codecs cost on this rank's device to one of the calls."""
         found = codec_seconds(device, replace(size, matrices=()))  # no PowerSGD: it is no choice
         costs = [*(found[codec.name] for codec in CODECS), float(device.type == "cpu")]
-        self.own[1 + len(CODECS) : -1] = torch.tensor(costs, dtype=torch.float64)
+        self.own[1 + len(CODECS) : -2] = torch.tensor(costs, dtype=torch.float64)
 
     def add(self, sums: torch.Tensor, square: float) -> None:
         """Add a call: the sum of `own` over ranks, and the squared norm of the summed gradient, in units of the buckets."""
@@ -67,14 +69,15 @@ class GradientObservation:
 
     def choose(self, size: GradientSize, link: Link, num_senders: int) -> tuple[str, str]:
         """Return a format and the reason."""
-        own, *found, num_cpus, computed_s = self._totals.tolist()
+        own, *found, num_cpus, delay_s, computed_s = self._totals.tolist()
         lost, codec_s = (
             dict(zip(CHOICES[1:], part, strict=True)) for part in (found[: len(CODECS)], found[len(CODECS) :])
         )
         num_ranks = len([n for n in self._shares if n]) or 1
         costs = {name: seconds / num_ranks for name, seconds in codec_s.items()}
-        work = Work(computed_s / (self.num_calls * num_ranks), self._num_micro, costs, encodes_on_cpu=num_cpus > 0)
-        work = without_exchange(work, "fp32", size, link, num_senders)
+        num_times = self.num_calls * num_ranks
+        work = Work(computed_s / num_times, self._num_micro, costs, encodes_on_cpu=num_cpus > 0)
+        work = without_exchange(work, "fp32", size, link, num_senders, delay_s / num_times)
         observed = ObservedGradients(own, self._noise, lost)
         options = wire_options(size, link, num_senders, work, CHOICES)
         return choose_wire(observed, dict(zip(CHOICES, options, strict=True)))

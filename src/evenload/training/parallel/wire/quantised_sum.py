@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 from evenload.training.comm.wire_groups import WireGroups
 from evenload.training.parallel.wire.bucket_sum import BucketSum, Steps
-from evenload.training.parallel.wire.codec import CHUNK, Codec, message_bytes, pack, unpack
+from evenload.training.parallel.wire.codec import (
+    CHUNK,
+    Codec,
+    blocks,
+    message_bytes,
+    norm_of,
+    pack,
+    unpack,
+    unpack_block,
+)
 
 
 class QuantisedSum:
@@ -34,11 +43,18 @@ class QuantisedSum:
         pack(codec, values, job.scalar, own)
         table = own.new_empty(2, len(own))
         yield from _gather(table, own, groups, 0)
-        parts = torch.empty_like(values), torch.empty_like(values)
-        norms = [unpack(codec, message, part) for message, part in zip(table, parts, strict=True)]
-        job.lost = values - parts[groups.index]
-        torch.add(*parts, out=values)
-        job.scalar.copy_(norms[0] + norms[1])
+        job.lost = torch.empty_like(values)
+        # Memory for whole terms would be new in each step, which takes as long as decoding does.
+        memory: list[torch.Tensor] = []
+        for here in blocks(values):
+            part = values[here.values]
+            memory = memory or [torch.empty_like(part) for _ in table]
+            terms = [one[: len(part)] for one in memory]
+            for message, term in zip(table, terms, strict=True):
+                unpack_block(codec, message, len(values), here, term)
+            torch.sub(part, terms[groups.index], out=job.lost[here.values])
+            torch.add(*terms, out=part)
+        job.scalar.copy_(norm_of(table[0]) + norm_of(table[1]))
 
     def _scatter_and_gather(self, job: BucketSum, groups: WireGroups) -> Steps:
         codec, values, index = self._codec, job.values, groups.index
