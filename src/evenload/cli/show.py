@@ -200,7 +200,7 @@ def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
 
         for name in BACKEND.ids_of(job):
             reply, devices = BACKEND.job_rows(name)
-            _print_job(summary_of_rows(reply, devices, {}), as_json)
+            _print_job(summary_of_rows(reply, devices, {}, " --backend ray"), as_json)
         return
     found = backends.get(backend).describe([job])
     if not found:

@@ -65,11 +65,14 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
         with client:
             row = client.call("job", job=job, listens=True)
             devices = {device["id"]: device for device in client.call("status")["devices"]}
-    return summary_of_rows(row, devices, _lost(folder, job))
+    return summary_of_rows(row, devices, _lost(folder, job), option_for(folder))
 
 
 def summary_of_rows(
-    row: Mapping[str, Any], devices: Mapping[str, Mapping[str, Any]], lost: Mapping[int, float]
+    row: Mapping[str, Any],
+    devices: Mapping[str, Mapping[str, Any]],
+    lost: Mapping[int, float],
+    queue_option: str,
 ) -> JobSummary:
     """Return the summary of a job from a queue's reply to ``job`` (`scheduler.messages`)."""
     return JobSummary(
@@ -82,7 +85,7 @@ def summary_of_rows(
         time.time(),
         row.get("cost", 0.0),
         row.get("listens", ()),
-        option_for(folder),
+        queue_option,
     )
 
 
