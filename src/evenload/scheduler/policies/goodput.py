@@ -95,15 +95,15 @@ def _key(inputs: PolicyInput, job: Job, one_s: float, uses: dict[str, float]) ->
 def _num_kept(inputs: PolicyInput, job: Job) -> int:
     """Return how many devices the job keeps in any case.
 
-    None of an elastic job that can save and whose work is known, however young it is: its restart counts against each change,
-    and a stop. Where that costs more than usual, `min_run_s` and `max_preemptions_per_hour` hold for a while.
+    None of an elastic job that can save, however young it is: its restart counts against each change, and a stop. Where that
+    costs more than usual, `min_run_s` and `max_preemptions_per_hour` hold for a while.
     """
     needs, kept = job.spec.needs, kept_devices(inputs, job)
     if not job.spec.preemptible:
         return len(job.devices)
     dear_s = change_s(job, inputs.settings) - USUAL_RESTART_S
-    is_known = needs.min_devices < needs.max_devices and job.total is not None
-    return 0 if is_known and inputs.now_s - job.attempt_began_s >= _LEAST_RUN * dear_s else kept
+    is_free = needs.min_devices < needs.max_devices and inputs.now_s - job.attempt_began_s >= _LEAST_RUN * dear_s
+    return 0 if is_free else kept
 
 
 def _weight(inputs: PolicyInput, job: Job, rank: int) -> float:
