@@ -95,6 +95,15 @@ def test_the_fast_kind_is_taken_first() -> None:
     assert queue.devices(job)[0].startswith("fast")
 
 
+def test_a_gang_over_hosts_takes_the_fast_one_whole_whatever_their_order() -> None:
+    slow, fast = box(4, 1, "slow", speed=0.5), box(4, 1, "fast")
+    for devices in ([*slow, *fast], [*fast, *slow]):
+        queue = Queue(devices)
+        job = queue.submit(6)
+        queue.settle()
+        assert sorted(device[:4] for device in queue.devices(job)) == ["fast"] * 4 + ["slow"] * 2
+
+
 def test_least_memory_that_suffices_is_taken_where_speeds_are_equal() -> None:
     queue = Queue([*box(1, 1, "big", memory_bytes=80 * GIB), *box(1, 1, "small", memory_bytes=24 * GIB)])
     job = queue.submit(spec(1, memory_bytes=10 * GIB))

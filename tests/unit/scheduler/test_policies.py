@@ -395,7 +395,45 @@ class TestDefault:
         assert len(queue.devices("rigid")) == 4 and 1 <= len(queue.devices("linear")) <= 4
 
 
+@pytest.mark.parametrize("policy", ["default", "fair_share"])
+def test_a_job_that_was_made_smaller_as_often_as_may_be_still_grows(policy: str) -> None:
+    queue = Queue(box(8), policy=policy, min_run_s=0.0, max_preemptions_per_hour=1)
+    queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1e6)
+    queue.settle()
+    queue.now_s = 60.0
+    short = queue.submit(4, estimate_s=100.0)
+    queue.settle()
+    assert len(queue.devices(short)) == len(queue.devices("elastic")) == 4
+    queue.now_s = 160.0
+    queue.ended(short)
+    queue.settle()
+    assert len(queue.devices("elastic")) == 8
+    second = queue.submit(4, estimate_s=100.0)
+    queue.settle()
+    assert (
+        not queue.devices(second) and len(queue.devices("elastic")) == 8
+    )  # once more within the hour would be too often
+
+
 class TestGoodput:
+    @pytest.mark.parametrize(("restart_s", "num"), [(30.0, 4), (90.0, 8)])
+    def test_elastic_jobs_change_as_soon_and_as_often_as_that_gains(self, restart_s: float, num: int) -> None:
+        """Where a restart costs more than usual they keep their devices for a while."""
+        queue = Queue(box(8), policy="goodput", max_preemptions_per_hour=2, restart_s=restart_s)
+        queue.submit((1, 8), name="elastic", rates=LINEAR[:8], total=1e6)
+        queue.settle()
+        for _ in range(4):
+            queue.now_s += 60.0  # far less than min_run_s
+            short = queue.submit((1, 4), rates=LINEAR[:4], total=1000.0)
+            queue.settle()
+            assert (len(queue.devices("elastic")), len(queue.devices(short))) == (num, 8 - num)
+            if num == 8:
+                return
+            queue.now_s += 60.0
+            queue.ended(short)
+            queue.settle()
+            assert len(queue.devices("elastic")) == 8
+
     def test_devices_go_where_the_curve_says(self) -> None:
         queue = Queue(box(8, 2), policy="goodput")
         queue.submit((1, 16), name="flat", rates=FLAT, total=1e5)

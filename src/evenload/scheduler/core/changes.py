@@ -51,11 +51,11 @@ class JobChanges:
             if (reason := self._decision.held.get(job.id)) is not None and job.id not in keeping:
                 self._leave(job, StopRequested(self._now_s, job.id, reason=reason))
 
-    def shrink(self, keeping: Collection[str]) -> None:
-        """Take devices from jobs that should have fewer, before anything is given out."""
+    def shrink(self) -> None:
+        """Take devices from jobs that should have fewer, before anything is given out; the policy knows what they may lose."""
         for job in self._eligibility.running:
             size = self._decision.sizes.get(job.id, len(job.devices))
-            if size >= len(job.devices) or (job.id in keeping and job.spec.resize_s is None):
+            if size >= len(job.devices):
                 continue
             if size == 0:
                 self._leave(job, StopRequested(self._now_s, job.id, reason="its devices help other jobs more"))

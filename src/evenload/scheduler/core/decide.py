@@ -89,10 +89,10 @@ class _Planning:
             self.snapshot, now_s, eligibility, self.free, self.choices, self.limits, self.decision
         )
         self.changes.stop_held(keeping)
-        self.changes.shrink(keeping)
-        fixed = bound | self.changes.changed
-        movable = [j for j in order if j.state is RUNNING and j.id not in fixed and self.decision.preempts]
-        candidates = [(job, eligibility.usable(job), job.id in young) for job in movable]
+        self.changes.shrink()
+        changed, preempts = self.changes.changed, self.decision.preempts
+        movable = [j for j in order if j.state is RUNNING and j.id not in changed and preempts]
+        candidates = [(j, () if j.id in bound else eligibility.usable(j), j.id in young) for j in movable]
         self.candidates = PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
         self._give_out(order)
         return Plan(tuple(self._commands()), eligibility.waits, tuple(order), self.decision)
@@ -242,7 +242,7 @@ class _Planning:
         held: list[tuple[float, Sequence[int]]] = [(self._gone_s(job), slots) for job, slots in self.starts]
         for job in (*eligibility.holders, *self.sharing.followers):
             time_s, slots = end_s(job, now_s), eligibility.usable(job)
-            if lead_of.get(job.id, job.id) in behind:
+            if (lead := behind.get(lead_of.get(job.id, job.id))) is not None and lead.slots:
                 time_s = min(time_s, max(now_s, job.attempt_began_s + min_run_s))
             if job.target:
                 slots = [*slots, *{index[device] for device in job.target} - eligibility.closed]

@@ -59,21 +59,20 @@ class Layout:
 
 
 def layout_of(devices: Iterable[Device]) -> Layout:
-    """Compute the layout. Devices of one host count as near each other whatever their kind."""
+    """Compute the layout. Devices of one host count as near each other whatever their kind; fast hosts have low numbers."""
     devices = tuple(devices)
-    hosts: dict[str, int] = {}
+    hosts = {h: n for n, h in enumerate(dict.fromkeys(d.host for d in sorted(devices, key=lambda d: -d.speed)))}
     pools: dict[Pool, int] = {}
-    host_of, pool_of = [], []
+    pool_of = []
     for device in devices:
-        host_of.append(hosts.setdefault(device.host, len(hosts)))
         price, cheap = device.price_per_hour, device.cheap_price_per_hour
         key = Pool(device.kind, device.memory_bytes, device.speed, price, price if cheap is None else cheap)
         pool_of.append(pools.setdefault(key, len(pools)))
     return Layout(
         devices=devices,
         index={device.id: index for index, device in enumerate(devices)},
-        host_of=tuple(host_of),
+        host_of=tuple([hosts[device.host] for device in devices]),
         pools=tuple(pools),
         pool_of=tuple(pool_of),
-        host_size=max(Counter(host_of).values(), default=1),
+        host_size=max(Counter([device.host for device in devices]).values(), default=1),
     )

@@ -17,7 +17,7 @@ from evenload.scheduler.core.values import Job
 class PreemptionCandidate(NamedTuple):
     job: Job
     slots: Sequence[int]
-    """Indices of its devices that others could use."""
+    """Indices of its devices that others could use; none where it is bound to stay."""
     pools: frozenset[int]
     """Those of `slots`."""
     is_young: bool
@@ -45,7 +45,7 @@ class PreemptionCandidates:
         return not any(candidate.slots for candidate in self.behind.values())
 
     def pass_by(self, job: Job) -> bool:
-        """Advance to this running job: only those behind it may still be displaced. False if it is fixed, or displaced itself."""
+        """Advance to this running job: only those behind it may still be displaced. False if it changes, or is displaced."""
         return self.behind.pop(job.id, None) is not None
 
     def keep(self, name: str) -> None:

@@ -26,12 +26,12 @@ from evenload.scheduler.policies.guesses import guessed_s
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
-_USUAL_RESTART_S = 30.0
+USUAL_RESTART_S = 30.0
 _GROWTH_OF_HORIZON = 0.7
 """Exponent of a change's cost. With 1, jobs are changed about as often at 180 s as at 30 s; with 0.3 some hardly grow."""
 _PART_OF_MEAN = 0.1
 _REST = 4.0
-"""A job runs for this many times what a change costs beyond `_USUAL_RESTART_S` before another size is worth anything."""
+"""A job runs for this many times what a change costs beyond `USUAL_RESTART_S` before another size is worth anything."""
 _LEAST_WORTH = 1e-6
 _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
@@ -93,11 +93,11 @@ class Churn(NamedTuple):
     def until_next_s(self, lost_s: float, settings: Settings) -> float:
         """Return the expected time until a job is changed again, where each change costs it `lost_s`.
 
-        At least `horizon_s`, and longer where a change costs more than `_USUAL_RESTART_S`, because such jobs are changed less
+        At least `horizon_s`, and longer where a change costs more than `USUAL_RESTART_S`, because such jobs are changed less
         often; but not in proportion, so that a change must gain more there. In a calm queue more: a part of the mean time
         between changes, whose tail is heavy.
         """
-        longer = float(max(1.0, lost_s / _USUAL_RESTART_S) ** _GROWTH_OF_HORIZON)
+        longer = float(max(1.0, lost_s / USUAL_RESTART_S) ** _GROWTH_OF_HORIZON)
         return max(settings.horizon_s * longer, _PART_OF_MEAN * self.held_s / (self.num_changes + 1))
 
 
@@ -125,7 +125,7 @@ def worth_of_change(inputs: PolicyInput, job: Job, seconds: float, churn: Churn)
     """
     settings = inputs.settings
     lost_s = change_s(job, settings)
-    if inputs.now_s - job.attempt_began_s < _REST * (lost_s - _USUAL_RESTART_S):
+    if inputs.now_s - job.attempt_began_s < _REST * (lost_s - USUAL_RESTART_S):
         return _LEAST_WORTH
     horizon_s = min(seconds, churn.until_next_s(lost_s, settings))
     return max(_LEAST_WORTH, 1.0 - lost_s / max(horizon_s, 1e-9))
@@ -208,7 +208,7 @@ def spread_rest(
             continue
         needs, present = job.spec.needs, len(job.devices)
         own = owns[job.id] if present else needs.min_devices
-        least = planned.get(job.id, own)
+        least = max(planned.get(job.id, own), kept_devices(inputs, job))
         num_kept = min(least, present)
         if num_kept:
             if job.id not in inputs.keeping and not left.keep(job, num_kept):
@@ -273,6 +273,9 @@ def _hull(offer: Bid) -> list[tuple[int, int, float]]:
 
 def _largest_that_pays(offer: Bid, low: int, most: int) -> int:
     """Return the best size above `low` that fits; `low` if none is better."""
+    if not offer.job.devices:  # it starts with whatever is left
+        sizes = range(max(low, offer.job.spec.needs.min_devices), min(most, len(offer.speedups) - 1) + 1)
+        return max(sizes, key=offer.speedups.__getitem__, default=low)
     best, best_value = low, offer.floor_value
     for size, value in zip(offer.sizes, offer.values, strict=True):
         if size == low:

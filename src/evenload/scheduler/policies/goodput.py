@@ -21,12 +21,13 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from itertools import groupby
 
-from evenload.scheduler.core.estimates import left_s
+from evenload.scheduler.core.estimates import change_s, left_s
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies.devices_left import devices_left
 from evenload.scheduler.policies.elastic import (
+    USUAL_RESTART_S,
     Bid,
     Churn,
     churn_of,
@@ -40,6 +41,9 @@ from evenload.scheduler.policies.shares import relative_use
 
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
 """Tuned on two of the four workloads that docs/scheduling-policies.md names, and on samples of their jobs."""
+
+_LEAST_RUN = 10.0
+"""An elastic job runs for this many times what a change costs beyond `USUAL_RESTART_S` before it loses its protections."""
 
 _LINE = 1.5
 """Skip jobs that wait behind others which together request this many times all devices."""
@@ -89,7 +93,17 @@ def _key(inputs: PolicyInput, job: Job, one_s: float, uses: dict[str, float]) ->
 
 
 def _num_kept(inputs: PolicyInput, job: Job) -> int:
-    return len(job.devices) if not job.spec.preemptible else kept_devices(inputs, job)
+    """Return how many devices the job keeps in any case.
+
+    None of an elastic job that can save, however young it is: its restart counts against each change, and a stop. Where that
+    costs more than usual, `min_run_s` and `max_preemptions_per_hour` hold for a while.
+    """
+    needs, kept = job.spec.needs, kept_devices(inputs, job)
+    if not job.spec.preemptible:
+        return len(job.devices)
+    dear_s = change_s(job, inputs.settings) - USUAL_RESTART_S
+    is_free = needs.min_devices < needs.max_devices and inputs.now_s - job.attempt_began_s >= _LEAST_RUN * dear_s
+    return 0 if is_free else kept
 
 
 def _weight(inputs: PolicyInput, job: Job, rank: int) -> float:
