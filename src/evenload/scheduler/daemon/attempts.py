@@ -19,7 +19,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.attempt_specs import attempt_spec
-from evenload.scheduler.daemon.endings import ending, final
+from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.idle import IdleWatch
 from evenload.scheduler.daemon.learning import Learning
@@ -30,6 +30,7 @@ from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerRequest, began_since_boot_s, is_full_disk, may_report
+from evenload.scheduler.runner.lost_programs import final
 from evenload.scheduler.store.ledger import AttemptRecord, Fence, ProgramStarted, RunnerStarted
 
 _REPORT_EVERY_S = 60.0

@@ -7,8 +7,6 @@ import signal
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
-from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job
 from evenload.scheduler.runner.files import RunnerResult
 
 _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
@@ -37,17 +35,6 @@ def ending(
         reason = f"exit code {EXIT_CODE} (saved, to go on later), but there was no stop request and no progress"
         return events.Ended(now_s, job, is_success=False, reason=reason)
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
-
-
-def final(event: events.QueueEvent, job: Job) -> events.QueueEvent:
-    """Return a failure in place of an event that would start a job again which neither saves nor was submitted for that.
-
-    The caller leaves out jobs whose programs have not begun, or can be expected to save although they have not reported yet.
-    """
-    if not isinstance(event, events.Lost | events.Yielded) or job.spec.preemptible or job.state is not JobState.RUNNING:
-        return event
-    reason = f"{event.reason}; it can't save, and without --requeue it is not started again from the beginning"
-    return events.Ended(event.time_s, event.job, is_success=False, reason=reason, ended_s=event.ended_s)
 
 
 def _requested_ending(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
@@ -17,12 +16,10 @@ from evenload.scheduler import snapshots
 from evenload.scheduler.container import container_command, find_runtime
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
+from evenload.scheduler.runner.lost_programs import names_evenload
 from evenload.scheduler.runner.processes import ProcessMarkers
 from evenload.scheduler.runner.terminal import ProgramTerminal, take_terminal
 
-_NAME = "evenload"
-_SCRIPT_BYTES = 2**20
-"""Part of a script that is searched for the name."""
 _FULL_DISK_EXIT = 125
 """Exit code of the forked child that found a full disk before it became the program."""
 
@@ -116,19 +113,6 @@ def _write_markers(folder: Path, cgroup: str) -> None:
     files.write_markers(folder, ProcessMarkers(pid, ticks, cgroup, str(folder / files.TERMS)))
 
 
-def _names_evenload(spec: AttemptSpec) -> bool:
-    """Return True where the command, or a script in it, names Evenload: it then reports, sooner or later."""
-    if any(_NAME in word for word in spec.command):
-        return True
-    for word in spec.command[1:]:
-        with contextlib.suppress(OSError, ValueError):
-            descriptor = os.open(Path(spec.folder, word), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "rb") as file:
-                if stat.S_ISREG(os.fstat(descriptor).st_mode) and _NAME.encode() in file.read(_SCRIPT_BYTES):
-                    return True
-    return False
-
-
 def _become(
     folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: tuple[int, int], terminal: ProgramTerminal | None
 ) -> None:
@@ -175,7 +159,7 @@ def _become(
             variables=environment,
             has_terminal=spec.pty,
         )
-    files.note_start(protocol, reports=_names_evenload(spec))
+    files.note_start(protocol, reports=names_evenload(spec.command, spec.folder))
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

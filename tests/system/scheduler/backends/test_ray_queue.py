@@ -84,6 +84,31 @@ def test_jobs_of_the_log_are_there_again(tmp_path: Path) -> None:
     assert again.submit(a_job("ray"), "ann") == "3"
 
 
+@pytest.mark.parametrize(
+    ("command", "requeue", "state"),
+    [
+        (("sleep", "60"), False, JobState.FAILED),
+        (("sleep", "60"), True, JobState.PENDING),
+        (("evenload", "run", "train.py"), False, JobState.PENDING),
+    ],
+)
+def test_a_job_that_cannot_save_is_not_started_again_by_itself(
+    tmp_path: Path, command: tuple[str, ...], requeue: bool, state: JobState
+) -> None:
+    queue = a_queue(tmp_path)
+    lost, stopped = (queue.submit(a_job("ray", command=command, requeue=requeue), "ann") for _ in range(2))
+    queue.decide()
+    for job in (lost, stopped):
+        queue.record(events.JobStarted(queue.now_s, job))
+    queue.end(events.Yielded(queue.now_s, stopped, "it ended"))
+    queue.commit()
+    assert [status.state for status in queue.describe([stopped])] == [state]
+    queue.close()
+    again = a_queue(tmp_path)
+    assert [status.state for status in again.describe([lost])] == [state]
+    again.close()
+
+
 def test_the_log_of_an_earlier_version_is_imported(tmp_path: Path) -> None:
     """A log that the previous version wrote, and a crash while it wrote one more line."""
     log = tmp_path / RAY_LOG

@@ -150,11 +150,11 @@ class RayQueueActor:
         gang.close()
         del self._gangs[name]
         if update.lost:
-            self._queue.record(events.Lost(now_s, name, update.lost))
+            self._queue.end(events.Lost(now_s, name, update.lost))
         elif update.outcome is None or update.outcome.verb is Verb.YIELD:
             reason = update.blocked or (update.outcome.reason if update.outcome else "")
             self._queue.note_stop(name)
-            self._queue.record(events.Yielded(now_s, name, reason))
+            self._queue.end(events.Yielded(now_s, name, reason))
             resized = self._queue.queue_state.jobs.get(name)
             if resized is not None and resized.state is JobState.STARTING:
                 self._queue.commit()

@@ -26,6 +26,7 @@ from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.job_lookup import ids_of, spec_by_wall_clock
 from evenload.scheduler.learned_restarts import LearnedRestart, lost_s
 from evenload.scheduler.learned_speeds import LearnedSpeeds
+from evenload.scheduler.runner.lost_programs import final, names_evenload
 from evenload.scheduler.spec_rows import changed_spec
 from evenload.scheduler.store.event_rows import from_row
 from evenload.scheduler.store.reader import Reader
@@ -53,7 +54,7 @@ class RayQueue:
         self.reader = Reader(root)
         for job in list(self.queue_state.jobs.values()):
             if job.state in WITH_DEVICES:
-                self.record(events.Lost(self.now_s, job.id, "the queue on Ray was restarted"))
+                self.end(events.Lost(self.now_s, job.id, "the queue on Ray was restarted"))
         self.commit()
 
     @property
@@ -67,6 +68,12 @@ class RayQueue:
 
     def record(self, event: events.QueueEvent, extra: Mapping[str, Any] | None = None) -> None:
         self._store.record(event, extra=extra)
+
+    def end(self, event: events.Lost | events.Yielded) -> None:
+        """Record the end of a job's attempt; a failure where its program neither saves nor may run again from the beginning."""
+        job = self.queue_state.jobs[event.job]
+        file, index = self.program(job.id)
+        self.record(event if names_evenload(file.command_of(index), file.folder) else final(event, job))
 
     def commit(self) -> None:
         """Write all recorded events to disk."""
