@@ -1,4 +1,4 @@
-"""What becomes of a job whose program is gone and may not have saved: the same in the queue of one machine and on Ray."""
+"""Decide whether a job whose program is gone may run again: the same in the queue of one machine and on Ray."""
 
 from __future__ import annotations
 
