@@ -8,8 +8,7 @@ the gains that were announced ("expected 1.30x equal shares") against the upper 
 
 Method, unequal devices: two ranks, of which a control group holds one to half of its core from outside (benchmarks/quota.py,
 period 10 ms); a small CNN (global batch 54) and an MLP (global batch 96) with steps of about 5 ms. Blocks alternate between
-Evenload's shares and fixed ones around the ideal, of which the one with the highest median is the best; so its figure is
-flattered a little.
+Evenload's shares and fixed ones around the ideal. The best of these in a round is the one that was fastest in the other rounds.
 
 Bars: on equal devices no share farther than 10 % from equal, and no announced gain above the measured one; at 1:0.5 at least
 0.95 of the best fixed split, in the median of the runs.

@@ -18,7 +18,7 @@ from evenload.balance.values import Cost
 
 HOPELESS = 8.0
 """A rank is hopeless where it takes so many times as long as a whole step without it."""
-_LEAST_S = HOPELESS * BLOCK_S
+LEAST_S = HOPELESS * BLOCK_S
 """Less is a disturbance, and costs little."""
 
 
@@ -61,7 +61,7 @@ class FirstLook:
     def _cut_hopeless(
         self, own_s: Sequence[float], shares: tuple[int, ...], least: int, split: Callable[[Sequence[Cost]], Split]
     ) -> Split | None:
-        if max(own_s) < _LEAST_S or not all(own_s) or not all(shares):
+        if max(own_s) < LEAST_S or not all(own_s) or not all(shares):
             return None
         found = split([Cost(0.0, time_s / share) for time_s, share in zip(own_s, shares, strict=True)])
         self._cut = tuple(rank for rank, time_s in enumerate(own_s) if time_s > HOPELESS * found.expected_s)

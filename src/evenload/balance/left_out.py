@@ -8,11 +8,12 @@ most two trials besides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from evenload.balance.decision import LEAD_STEPS, Observation, Seconds
-from evenload.balance.first_look import HOPELESS
+from evenload.balance.first_look import HOPELESS, LEAST_S
 from evenload.balance.split import Caps, Split, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
@@ -24,8 +25,6 @@ FIRST_TRIAL_AFTER = 128
 _MOST_STEPS = 1 << 20
 TRIAL_STEPS = 4
 """Steps of a trial; the first doesn't count, because the rank allocates and warms up."""
-_HOPELESS_STEPS = 3
-"""Steps of a trial of a hopeless rank: it ends at the second, and one more passes until the next shares hold."""
 _UNCERTAINTY = 0.02
 """Relative, times the square root of the steps without the rank."""
 
@@ -53,18 +52,26 @@ class ReturnTrial:
     is_hopeless: bool = False
     _num_steps: int = 0
     _num_paid: int = 0
+    _own_s: float = 0.0
+    """Of the rank in the steps after the first."""
 
     @property
     def is_over(self) -> bool:
         return self.num_seen >= TRIAL_STEPS or self.is_hopeless
 
     def ends_with(self, seen: Observation) -> bool:
-        """Count a step, where short ones are merged too; return whether the trial ends with it because the rank is hopeless."""
+        """Count a step, where short ones are merged too; return whether the trial ends with it because the rank is hopeless.
+
+        One short step shows what happened beside it: steps of the rank that take less than `LEAST_S` are taken together.
+        """
         own_s = seen.seconds[self.rank] if seen.shares == self.shares else None
         if own_s is None:
             return False
         self._num_steps += 1
-        self.is_hopeless = self._num_steps > 1 and own_s > HOPELESS * self.usual_s
+        if self._num_steps == 1:
+            return False
+        self._own_s += own_s
+        self.is_hopeless = self._own_s > max(LEAST_S, HOPELESS * self.usual_s * (self._num_steps - 1))
         if self.is_hopeless:
             self.num_seen = max(self.num_seen, 1)  # the first step was not in a block yet
         return self.is_hopeless
@@ -134,7 +141,9 @@ class LeftOut:
         for rank in sorted(self._absences, key=lambda r: -self._absences[r].num_steps):
             absence = self._absences[rank]
             time_s = own_s(rank)
-            num_steps = _HOPELESS_STEPS if time_s > HOPELESS * step_s else TRIAL_STEPS + LEAD_STEPS
+            num_steps = TRIAL_STEPS + LEAD_STEPS
+            if time_s > HOPELESS * step_s:  # the first, those that show it, and one until the next shares hold
+                num_steps = 2 + math.ceil(LEAST_S / time_s)
             price_s = self.price_s + num_steps * max(0.0, time_s - step_s)
             if absence.is_asked:
                 if self._credit_s >= 0:

@@ -139,6 +139,17 @@ def test_one_disturbed_step_at_first_is_soon_forgotten() -> None:
     assert not any(decision.kind == "left_out" for _, decision in job.decisions)
 
 
+def test_one_disturbed_short_step_ends_no_trial() -> None:
+    # A time slice of another program is longer than eight steps of 0.7 ms.
+    def slow(step: int, rank: int) -> float:
+        return 1.0 if rank == 0 else 300.0 if step < 300 else 120.0 if step == 1015 else 1.0
+
+    job = _Job(_balancer(), [Cost(0.00005, 0.00001)] * 2, slow=slow)
+    job.run(1_500, ask_at=1_000)
+    assert job.shares[1_015][1] == 1
+    assert [kind for _, kind in job.kinds() if kind != "trial"] == ["left_out", "returned"]
+
+
 def test_each_of_the_short_steps_of_a_trial_is_paid() -> None:
     job = _Job(_balancer(), [Cost(0.0002, 0.00002), Cost(0.02, 0.002)])
     job.run(20_000)

@@ -65,7 +65,9 @@ class UnpreparedUses:
                 self._others.append(weakref.ref(module))
         # Parameters of other modules belong to another training, whose optimizer may live on.
         held = {id(p) for module in modules for p in module.__dict__.get("_parameters", {}).values()}
-        stepped = (p for v in objects if isinstance(v, Optimizer) for group in v.param_groups for p in group["params"])
+        # One that wraps another may have no groups of its own.
+        found = [vars(v).get("param_groups", ()) for v in objects if isinstance(v, Optimizer)]
+        stepped = (p for groups in found for group in groups for p in group["params"])
         self._bare = {id(p) for p in stepped} - held
         plain = (v for v in objects if type(v) in (torch.Tensor, nn.Parameter))
         trainable = (v for v in plain if _is_trainable(v) and id(v) not in own)

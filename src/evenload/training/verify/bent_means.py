@@ -45,7 +45,7 @@ def find_bends(loss: torch.Tensor) -> list[Bend]:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if name.removesuffix("Min").removesuffix("Max") in _BENDS:
             given = [value for key in _OPERANDS if isinstance(value := getattr(node, key, None), torch.Tensor)]
-            values = tuple(float(value.detach()) for value in given if value.numel() == 1)
+            values = tuple(float(value.detach().abs()) for value in given if value.numel() == 1)  # of complex ones, too
             if not _is_guard(node, values):
                 found.append((name, values))
         stack += [following for following, _ in node.next_functions]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import sys
@@ -195,7 +196,9 @@ class CouplingWatch(StepListener):
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
         if not (wrong_units or few.is_unweighted) and few.has_rows:
             with contextlib.suppress(Exception):  # code that wants more samples
-                fewest = [compute(low, min(low + FEW, num), gradients=False) for low in range(0, num, FEW)]
+                # Of an odd number the last part has one more, not one alone.
+                bounds = [*range(0, num - FEW + 1, FEW), num]
+                fewest = [compute(low, high, gradients=False) for low, high in itertools.pairwise(bounds)]
                 if (message := describe_few(whole, fewest, tolerance)) and not few.draws():
                     return "wrong_units", message
         if not wrong_units or few.is_unweighted:

@@ -53,7 +53,8 @@ class GradientObservation:
         self._began_s += time.perf_counter() - began_s
         self._began_cpu_s += time.thread_time() - began_cpu_s
         self.own[-1] = time.perf_counter() - self._began_s
-        self.own[-2] = max(0.0, float(self.own[-1]) - (time.thread_time() - self._began_cpu_s))
+        if values.device.type == "cpu":  # else this is a thread of the backward on a GPU, with a clock of its own
+            self.own[-2] = max(0.0, float(self.own[-1]) - (time.thread_time() - self._began_cpu_s))
 
     def rehearse(self, device: torch.device, size: GradientSize) -> None:
         """Add what the codecs cost on this rank's device to one of the calls."""
