@@ -187,12 +187,12 @@ class CouplingWatch(StepListener):
         tolerance = TOLERANCES["bfloat16" if few.dtypes.intersection(HALF) else "float16" if few.is_half else "float32"]
         if state := describe_state(whole, compute(0, num), few.set_in_calls[1:3], tolerance / 100):
             return "kept_state", f"{state}. {self._effect(step, 'Each device keeps its own')}. {wrong.STATE_FIX}"
-        if bent_mean:
-            return "wrong_units", bent_mean
         found = self._compare(few, whole, parts, spans, tolerance)
         if found.kind == "coupled":
             # With random numbers of its own, only the mean over many shows it.
             return self._coupled(step, found) if not few.draws() or _differs_on_average(few, spans) else None
+        if bent_mean:
+            return "wrong_units", bent_mean
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
         if not (wrong_units or few.is_unweighted) and few.has_rows:
             with contextlib.suppress(Exception):  # code that wants more samples

@@ -11,6 +11,7 @@ import torch
 from evenload.balance.exchange_times import Link, Work, wire_options, without_exchange
 from evenload.balance.wire_bytes import GradientSize
 from evenload.balance.wire_choice import ObservedGradients, choose_wire, noise_square
+from evenload.training.comm.clock import ProcessorDelay
 from evenload.training.parallel.buckets import Bucket
 from evenload.training.parallel.wire.codec import message_bytes, pack, unpack
 from evenload.training.parallel.wire.formats import CODECS, codec_seconds, wide_dtype
@@ -32,16 +33,20 @@ class GradientObservation:
         """The same of this rank in this call."""
         self._num_micro = 1
         self._shares: tuple[int, ...] = ()
-        self._began_s = self._began_cpu_s = 0.0
+        self._began_s = self._delay_s = 0.0
+        self._delay = ProcessorDelay()
+        """Of the thread that runs a backward on a CPU; one on a GPU runs in a thread of autograd."""
 
     def begin(self, shares: Sequence[int], num_micro: int) -> None:
         self.own.zero_()
         self._shares, self._num_micro = tuple(shares), num_micro
-        self._began_s, self._began_cpu_s = time.perf_counter(), time.thread_time()
+        self._delay.take_s()
+        self._began_s, self._delay_s = time.perf_counter(), 0.0
 
     def look_at(self, bucket: Bucket) -> None:
         """Encode a bucket that is about to leave in each format."""
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        began_s = time.perf_counter()
+        self._delay_s += self._delay.take_s()
         values = bucket.memory.gradients.to(wide_dtype(bucket))
         self.own[0] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
         part = torch.empty_like(values)
@@ -50,11 +55,10 @@ class GradientObservation:
             pack(codec, values, bucket.memory.norm, message)
             unpack(codec, message, part)
             self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
+        self._delay.take_s()  # that of this look
         self._began_s += time.perf_counter() - began_s
-        self._began_cpu_s += time.thread_time() - began_cpu_s
         self.own[-1] = time.perf_counter() - self._began_s
-        if values.device.type == "cpu":  # else this is a thread of the backward on a GPU, with a clock of its own
-            self.own[-2] = max(0.0, float(self.own[-1]) - (time.thread_time() - self._began_cpu_s))
+        self.own[-2] = self._delay_s if values.device.type == "cpu" else 0.0
 
     def rehearse(self, device: torch.device, size: GradientSize) -> None:
         """Add what the codecs cost on this rank's device to one of the calls."""
