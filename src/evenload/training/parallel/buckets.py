@@ -136,6 +136,7 @@ class Bucket:
         else:
             other.flat.zero_()
         self.memory, self._spare = other, held
+        self.version_before = other.flat._version
 
     def holds(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the gradients that are present lie in the memory, in the order of its views; set the rest to 0."""

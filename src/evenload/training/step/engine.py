@@ -359,7 +359,7 @@ class Engine:
                     "late_gradient",
                     f"step {batch.global_step} is computed twice: parameters were added, or gradients came that no earlier step "
                     "had (of parameters used for the first time, or more often in one backward), or an autograd.Function gave "
-                    "None for a parameter. Later steps expect it",
+                    "None for a parameter. Later steps expect what came; one in which a Function gives None again is repeated",
                     step=batch.global_step,
                 )
         if any(status in _OUT for status in statuses):
