@@ -96,6 +96,7 @@ def test_two_commands_start_a_queue(folder: Path) -> None:
     assert [device["job"] for device in table["devices"]] == [""] * len(table["devices"]) and table["devices"]
     summary = _evenload(folder, "show", "--backend", "ray", "lines")
     assert "failed" in summary and "exit code 7" in summary and "attempt" in summary
+    assert "evenload logs --backend ray 2" in summary
     big = f'command = ["sleep", "1000"]\ndevices = {len(table["devices"])}\n'
     (folder / "job.toml").write_text(big)
     for _ in range(2):
