@@ -23,7 +23,7 @@ def logs(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Job number or name.")],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the job has ended, or Ctrl-C.")] = False,
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Print only the last lines.")] = None,
-    backend: Annotated[str | None, typer.Option(help="For a job of slurm or ray, by its id there.")] = None,
+    backend: Annotated[str | None, typer.Option(help="For a job of slurm or ray; slurm takes its id.")] = None,
     queue: Queue = None,
 ) -> None:
     """Print a job's output."""

@@ -18,7 +18,7 @@ from evenload.scheduler import messages, paths, presence
 
 _START_S = 60.0
 _RETRY_S = 0.5
-_RESTART_S = 3.0
+_RESTART_S = 10.0
 """A queue that was stopped counts as one that is restarted (by systemd, or with newer code) for so long."""
 _DAEMON = "evenload.scheduler.daemon"
 _T = TypeVar("_T")

@@ -102,9 +102,12 @@ def test_who_waits_for_a_job_of_a_stopped_queue_is_notified(tmp_path: Path) -> N
         queue.client().close()
         words = ["submit", "--queue", str(queue.folder), "--wait", "--no-snapshot", "--", "sleep", "1000"]
         waiting = subprocess.Popen(
-            [sys.executable, "-m", "evenload.cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "evenload.cli.main", *words],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
         try:
+            assert waiting.stdout is not None
+            assert any(line.startswith("watch: ") for line in waiting.stdout), "it waits from now on"
             until(lambda: queue.call("list")["jobs"], queue.log)
             queue.wait_for("1", "RUNNING")
             stop(queue)

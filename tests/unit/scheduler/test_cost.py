@@ -253,3 +253,15 @@ def test_no_policy_is_below_the_bound_and_a_lone_job_reaches_it() -> None:
     jobs = [bounds.ElasticJob(0.0, {1: 3600.0, 2: 2000.0}) for _ in range(2)]
     least_s = bounds.least_mean_s(jobs, 2, 60.0)
     assert 2000.0 + bounds.START_S <= least_s <= 3600.0
+
+
+def test_a_deadline_plan_makes_no_job_smaller_that_can_not_be_stopped_or_is_young() -> None:
+    rates = tuple(float(k) ** 0.5 for k in range(1, 9))
+    for is_preemptible, after_s in ((False, 2 * 3600.0), (True, 100.0)):
+        queue = Queue(box(8, 1, price_per_hour=1.0), policy="cost")
+        job = queue.submit((1, 8), total=8 * HOUR_S, rates=rates, deadline_s=4 * HOUR_S, preemptible=is_preemptible)
+        queue.settle()
+        assert len(queue.devices(job)) == 8
+        queue.now_s = after_s
+        queue.report(job, 7 * HOUR_S, 8 * HOUR_S, rate=8.0**0.5)  # fewer are enough now
+        assert queue.decide() == ()

@@ -220,6 +220,18 @@ def test_a_device_that_stays_busy_anyway_may_be_joined_past_the_first_in_line() 
     assert queue.devices(joiner) == ("gpu0.0",)
 
 
+def test_a_device_whose_job_can_not_be_stopped_may_be_joined_past_the_first_in_line() -> None:
+    """Also where that job goes after the first in line."""
+    queue = Queue([*box(1, memory_bytes=24 * GIB), *box(1, kind="b", memory_bytes=24 * GIB)])
+    queue.submit(kinds=("b",), estimate_s=10.0, preemptible=False)
+    small(queue, estimate_s=1000.0, preemptible=False, priority=-1)
+    queue.settle()
+    queue.submit(priority=1)  # is promised gpu b in 10 s
+    joiner = small(queue, estimate_s=500.0, preemptible=False)
+    queue.settle()
+    assert queue.devices(joiner) == ("gpu0.0",)
+
+
 def test_limits_count_each_who_shares() -> None:
     queue = queue_of(1)
     queue.apply(events.LimitsSet(0.0, "ann", Limits(max_devices=2)))

@@ -17,6 +17,8 @@ from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
 
 _WAIT_POLL_S = 1.0
+_SILENT_S = 60.0
+"""Who waits for a job goes on while its backend does not answer for so long, such as in a restart of Slurm's controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +130,20 @@ class SchedulerBackend(ABC):
         """Yield the status of each job, of an array's elements one by one, when it has ended, until all have.
 
         Raises:
-            QueueError: the backend does not know a job, or does not answer.
+            QueueError: the backend does not know a job, or does not answer for a minute.
         """
         left = list(ids)
         seen: set[str] = set()
+        answered_s = time.monotonic()
         while left:
-            found = self.describe(left)
+            try:
+                found = self.describe(left)
+            except QueueError:
+                if time.monotonic() - answered_s > _SILENT_S:
+                    raise
+                time.sleep(_WAIT_POLL_S)
+                continue
+            answered_s = time.monotonic()
             for job in left:
                 if not any(is_element_of(status.id, job) for status in found):
                     raise QueueError(f"{self.name} does not know job {job} any more")

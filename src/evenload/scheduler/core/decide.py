@@ -238,11 +238,11 @@ class _Planning:
     def _until(self) -> dict[int, float]:
         """Return when each device that isn't closed comes free for the first in line; infinite if unknown."""
         now_s, min_run_s, eligibility = self.now_s, self.settings.min_run_s, self.eligibility
-        behind, lead_of, index = self.candidates.behind, self.sharing.lead_of(), self.snapshot.layout.index
+        lead_of, index = self.sharing.lead_of(), self.snapshot.layout.index
         held: list[tuple[float, Sequence[int]]] = [(self._gone_s(job), slots) for job, slots in self.starts]
         for job in (*eligibility.holders, *self.sharing.followers):
             time_s, slots = end_s(job, now_s), eligibility.usable(job)
-            if (lead := behind.get(lead_of.get(job.id, job.id))) is not None and lead.slots:
+            if self.candidates.may_stop(lead_of.get(job.id, job.id)):
                 time_s = min(time_s, max(now_s, job.attempt_began_s + min_run_s))
             if job.target:
                 slots = [*slots, *{index[device] for device in job.target} - eligibility.closed]

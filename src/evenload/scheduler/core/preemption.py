@@ -36,7 +36,8 @@ class PreemptionCandidates:
             job.id: PreemptionCandidate(job, slots, frozenset([pool_of[slot] for slot in slots]), is_young)
             for job, slots, is_young in in_order
         }
-        """Job → candidate, of those that stay so far, but may still have to stop."""
+        """Job → candidate, of those that stay so far: they may still have to stop, but for those that are bound to stay."""
+        self._bound = frozenset([name for name, candidate in self.behind.items() if not candidate.slots])
         self._failed: dict[tuple[PoolChoice, int], int] = {}
         self.displaced: set[str] = set()
 
@@ -47,6 +48,10 @@ class PreemptionCandidates:
     def pass_by(self, job: Job) -> bool:
         """Advance to this running job: only those behind it may still be displaced. False if it changes, or is displaced."""
         return self.behind.pop(job.id, None) is not None
+
+    def may_stop(self, name: str) -> bool:
+        """Return whether a job may have to stop for one at this position: in this plan, or in a later one if it was kept."""
+        return name in self.behind and name not in self._bound
 
     def keep(self, name: str) -> None:
         """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""

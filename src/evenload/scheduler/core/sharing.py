@@ -158,7 +158,7 @@ class Sharing:
                 continue
             if window is not None and not window.admit((place.slot,), until_s):
                 is_held_longer = max(end_s(job, self._now_s) for job in place.jobs) > window.start_s
-                if lead in candidates.behind or not is_held_longer:
+                if candidates.may_stop(lead) or not is_held_longer:
                     continue
             candidates.keep(lead)
             place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]

@@ -14,7 +14,7 @@ from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job, Needs
 from evenload.scheduler.policies.deadlines import DeadlinePlan, KindOffer, deadline_plan, offers_of
 from evenload.scheduler.policies.default import default
-from evenload.scheduler.policies.elastic import spread_rest
+from evenload.scheduler.policies.elastic import kept_devices, spread_rest
 
 
 def cost(inputs: PolicyInput) -> PolicyDecision:
@@ -46,7 +46,7 @@ def cost(inputs: PolicyInput) -> PolicyDecision:
                 continue
             kinds[job.id] = tuple(dict.fromkeys(option.kind for option in plan.options))
             if job.spec.needs.min_devices < job.spec.needs.max_devices:
-                sizes[job.id] = plan.options[0].num_devices
+                sizes[job.id] = max(plan.options[0].num_devices, kept_devices(inputs, job))
             if plan.must_lead:
                 slacks[job.id] = plan.slack_s
         elif job.spec.priority < 0:

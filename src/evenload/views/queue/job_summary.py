@@ -179,7 +179,9 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
             "lost work",
             f"{steps:g} steps by {len([w for w in summary.lost.values() if w])} of {len(summary.lost)} stops",
         )
-    yield "output", f"{job['log']} (evenload logs{summary.queue_option} {job['id']})" if job.get("log") else ""
+    command = f"evenload logs{summary.queue_option} {job['id']}"
+    on_nodes = command if "log" in job else ""
+    yield "output", f"{job['log']} ({command})" if job.get("log") else on_nodes
     run = run_folder(summary)
     yield "run", f"{run} (evenload show {shlex.quote(str(run))})" if run is not None else ""
 

@@ -223,7 +223,7 @@ def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
 def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str]) -> tuple[str, ...]:
     speed = f"{job['rate_per_s']:.3g}/s" if job["rate_per_s"] else ""
     eta_s = job.get("eta_s")
-    if eta_s is None and job["total"] and job["rate_per_s"]:
+    if eta_s is None and job["total"] and job["rate_per_s"] and job.get("reported_s"):  # a row of the file
         eta_s = job["reported_s"] + (job["total"] - job["done"]) / job["rate_per_s"]
     devices = [clean(names.get(device, device)) for device in job["devices"]]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -95,6 +96,7 @@ def test_two_commands_start_a_queue(folder: Path) -> None:
     assert [device["job"] for device in table["devices"]] == [""] * len(table["devices"]) and table["devices"]
     summary = _evenload(folder, "show", "--backend", "ray", "lines")
     assert "failed" in summary and "exit code 7" in summary and "attempt" in summary
+    assert "evenload logs --backend ray 2" in summary
     big = f'command = ["sleep", "1000"]\ndevices = {len(table["devices"])}\n'
     (folder / "job.toml").write_text(big)
     for _ in range(2):
@@ -110,6 +112,7 @@ def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
+    importlib.import_module("ray")  # that alone takes seconds
     began_s = time.monotonic()
     with pytest.raises(QueueError, match=f"no Ray cluster at {address}: .*refused.*RAY_ADDRESS"):
         RayBackend().describe(["1"])

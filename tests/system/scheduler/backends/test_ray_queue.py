@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from evenload.errors import QueueError
+from evenload.errors import ConfigError, QueueError
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.backends.ray.devices import NodeBundle, bundles_of, device_label, devices_of, host_names
 from evenload.scheduler.backends.ray.queue import RayQueue
+from evenload.scheduler.backends.ray.rows import queue_rows
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.stored_names import RAY_LOG
+from evenload.views.queue.text import text
+from evenload.views.queue.view import JobFilter, view_of_rows
 from tests.system.scheduler.backends.test_texts import a_job
 
 NODES: list[dict[str, Any]] = [
@@ -169,6 +172,25 @@ def test_speeds_are_learned(tmp_path: Path) -> None:
     size = len(queue.queue_state.jobs[job].devices)
     queue.update_progress(job, ProgressReport(job, 1, 5, 10, 100, 4.0, 0.0, "running", 0.0))
     assert queue.queue_state.jobs[job].rates[size - 1] == pytest.approx(4.0)
+
+
+def test_a_job_that_is_stopping_is_shown(tmp_path: Path) -> None:
+    """Nobody knows when it ends, though it has reported steps."""
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray", devices=2, kind="cpu", name="stopping"), "ann")
+    queue.decide()
+    queue.record(events.JobStarted(queue.now_s, job))
+    queue.update_progress(job, ProgressReport(job, 1, 5, 10, 100, 4.0, 0.0, "running", 0.0))
+    assert queue.cancel(job, "ann") == [job]
+    view = view_of_rows(queue_rows(queue, None, (), None), JobFilter(), "on Ray")
+    assert any("stopping" in line and "b:cpu0" in line for line in text(view))
+
+
+def test_a_deadline_is_refused(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray"), "ann")
+    with pytest.raises(ConfigError, match="only the local queue plans for deadlines"):
+        queue.change(job, "ann", {"deadline_s": 1e9})
 
 
 def test_a_node_that_leaves(tmp_path: Path) -> None:

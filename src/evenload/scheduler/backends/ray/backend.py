@@ -172,7 +172,7 @@ def _check_reachable(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise QueueError(
             f"no Ray cluster at {address}: {error}; give the address that `evenload queue --ray` printed, in RAY_ADDRESS"
         ) from error

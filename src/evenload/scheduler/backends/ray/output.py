@@ -73,7 +73,7 @@ class JobOutput:
         start = self._positions.get(file.attempt, 0)
         if file.attempt in self._gone:
             return b""
-        if file.node == self._ray.get_runtime_context().get_node_id():
+        if self._is_here(file.node):
             part = _block(file.path, start)
         elif any(node["Alive"] and node["NodeID"] == file.node for node in self._ray.nodes()):
             part = self._read_there(file, start)
@@ -82,6 +82,12 @@ class JobOutput:
             return f"evenload: attempt {file.attempt} ran on {file.host}, which has left Ray with its output\n".encode()
         self._positions[file.attempt] = start + len(part)
         return part
+
+    def _is_here(self, node: str) -> bool:
+        """Return whether this process runs on a node; Ray's client (`ray://`) names the server's node as its own."""
+        from ray.util.client import ray as client
+
+        return not client.is_connected() and bool(node == self._ray.get_runtime_context().get_node_id())
 
     def _read_there(self, file: OutputFile, start: int) -> bytes:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evenload.errors import QueueError
+from evenload.errors import ConfigError, QueueError
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.backends.interface import JobStatus, is_element_of
 from evenload.scheduler.clock import QueueClock
@@ -148,6 +148,8 @@ class RayQueue:
 
     def change(self, text: str, user: str, changes: Mapping[str, Any]) -> list[str]:
         """Change fields of the jobs' specs, all or none; return their ids."""
+        if changes.get("deadline_s") is not None:
+            raise ConfigError("a deadline has no effect here: only the local queue plans for deadlines")
         changed = []
         for job in self._own(text, user, "change"):
             if "not_before_s" in changes and job.state is not JobState.PENDING:
