@@ -174,14 +174,16 @@ def _in_queue(ids: Sequence[str]) -> list[JobStatus]:
 
 
 def _in_accounts(ids: Iterable[str]) -> list[JobStatus]:
-    """Status from Slurm's accounting; empty if there is none."""
+    """Status of jobs that have left Slurm's queue from its accounting; empty if there is none."""
     try:
         columns = "--format=JobID,State,NodeList"
         done = _tool("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", columns)
     except QueueError:
         return []
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
-    return [_status_of(job, native, hosts, "") for job, native, hosts in rows if _ID.fullmatch(job)]
+    found = [_status_of(job, native, hosts, "") for job, native, hosts in rows if _ID.fullmatch(job)]
+    reason = "Slurm preempted it, and did not queue it again"
+    return [replace(one, state=JobState.FAILED, reason=reason) if one.native == "PREEMPTED" else one for one in found]
 
 
 def _status_of(job: str, native: str, hosts: str, reason: str) -> JobStatus:
