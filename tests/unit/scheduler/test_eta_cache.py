@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.daemon import eta_cache
-from evenload.scheduler.daemon.eta_cache import EtaCache
+from evenload.scheduler.forecast import eta_cache
+from evenload.scheduler.forecast.eta_cache import EtaCache
 from tests.unit.scheduler.queue import Queue, box
 
 

@@ -14,12 +14,12 @@ from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.budgets import Budgets, within_budgets
 from evenload.scheduler.daemon.devices import LocalDevice
-from evenload.scheduler.daemon.eta_cache import EtaCache
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.memory_history import MemoryHistory
 from evenload.scheduler.daemon.queue_file import QueueFile
 from evenload.scheduler.daemon.run_estimates import RunEstimates
 from evenload.scheduler.daemon.runners import Runners
+from evenload.scheduler.forecast.eta_cache import EtaCache
 from evenload.scheduler.forecast.forecast import Forecast
 from evenload.scheduler.program import JobProgram, program_from
 from evenload.scheduler.store.ledger import Entry

@@ -22,6 +22,8 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import After, Device, Job, JobSpec
+from evenload.scheduler.forecast.eta_cache import EtaCache
+from evenload.scheduler.forecast.forecast import Forecast
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.job_lookup import ids_of, spec_by_wall_clock
 from evenload.scheduler.learned_restarts import LearnedRestart, lost_s
@@ -47,6 +49,7 @@ class RayQueue:
         """Ray's id of a node → its name for people, also of nodes that have left."""
         self._speeds: dict[str, LearnedSpeeds] = {}
         self._restarts: dict[str, LearnedRestart] = {}
+        self._etas = EtaCache()
         self._started: dict[str, tuple[int, float]] = {}
         """Job → the attempt whose start is still to be measured, and the steps that were done before."""
         if (log := root / RAY_LOG).exists():
@@ -174,6 +177,10 @@ class RayQueue:
             self.record(command)
         self.commit()
         return commands
+
+    def forecasts(self, job: str = "") -> Mapping[str, Forecast]:
+        """Return each job's forecast, as of now or a moment ago; `job` is sure to be there."""
+        return self._etas.forecasts(self.queue_state.snapshot(), self._store.last, self.now_s, job)
 
     def update_devices(self, devices: Sequence[Device], names: Mapping[str, str]) -> None:
         """Add new devices; close those whose node has left, and remove them once no job holds them."""

@@ -11,10 +11,8 @@ from evenload.scheduler.backends.ray.devices import device_label
 from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.forecast.forecast import Forecast, forecast
+from evenload.scheduler.forecast.forecast import Forecast
 from evenload.scheduler.job_lookup import add_forecast, row_of_attempt, row_of_job, spec_by_wall_clock
-
-_MOST_FORECASTS = 2000
 
 
 def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
@@ -30,7 +28,7 @@ def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], nu
     if not states:
         ended = reader.jobs(states=tuple(ENDED), user=user, limit=num_ended, newest_first=True)
         lines = sorted([*ended, *lines], key=lambda line: line.number)
-    forecasts = forecast(queue.queue_state.snapshot(), queue.now_s, _MOST_FORECASTS)
+    forecasts = queue.forecasts()
     found = [(line.number, queue.job(line.id)) for line in lines]
     jobs = [_job_row(queue, job, forecasts) | {"number": number} for number, job in found if job is not None]
     return {
@@ -50,7 +48,7 @@ def job_rows(queue: RayQueue, name: str) -> tuple[dict[str, Any], dict[str, dict
     ahead_s, attempts = queue.clock.ahead_s, queue.reader.attempts(name)
     file, index = queue.program(name)
     row = {
-        "job": _job_row(queue, job, forecast(queue.queue_state.snapshot(), queue.now_s, _MOST_FORECASTS)),
+        "job": _job_row(queue, job, queue.forecasts(name)),
         "spec": validation.plain(spec_by_wall_clock(job.spec, ahead_s)),
         "program": {"command": file.command_of(index), "folder": file.folder},
         "attempts": [row_of_attempt(attempt, ahead_s) for attempt in attempts],
