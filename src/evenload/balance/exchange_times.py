@@ -155,7 +155,7 @@ def as_measured(
     def found(one: Option) -> Option:
         if one.setting in known:
             return replace(one, step_s=one.step_s + any_s + link_s * min(1.0, known[one.setting].sum_s / sum_s))
-        if not one.setting.startswith(_LOCAL):
+        if not one.setting.startswith(_LOCAL) or not present.sent_bytes:
             return one
         more_s = max(-_MOST_FASTER * one.exchange_s, link_s * one.sent_bytes / present.sent_bytes)
         each_s = one.exchange_s + more_s

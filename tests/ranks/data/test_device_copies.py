@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenload.balance.values import StepPlan
-from evenload.training.data import global_batch, loader
+from evenload.training.data import global_batch, read_ahead
 from evenload.training.data.batches import open_container
 from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
 from tests.unit.data.fakes import Board, Numbers, Planner, lockstep, make_ranks, plan_of
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         copies.append(data.tolist())
         return start_copy(data, device)
 
-    monkeypatch.setattr(loader, "start_copy", start)
+    monkeypatch.setattr(read_ahead, "start_copy", start)
     monkeypatch.setattr(global_batch, "start_copy", start)
     return copies
 

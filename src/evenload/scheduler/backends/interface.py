@@ -18,7 +18,7 @@ from evenload.scheduler.job_file import JobFile
 
 _WAIT_POLL_S = 1.0
 _SILENT_S = 60.0
-"""Who waits for a job goes on while its backend does not answer for so long, such as in a restart of Slurm's controller."""
+"""A wait for a job bears a backend that does not answer for so long, such as in a restart of Slurm's controller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Preemption: which jobs must stop so that a more deserving job can start, the least deserving first, as few as possible.
 
-A pending job may displace a running one that is behind it in the policy's order, is preemptible, was not preempted too
-often within the hour, and has had its minimum run time or is of a lower class.
+They are behind it in the order, preemptible, not preempted too often, and not in their minimum run time unless of a lower class.
 """
 
 from __future__ import annotations

@@ -194,13 +194,8 @@ class CouplingWatch(StepListener):
         if bent_mean:
             return "wrong_units", bent_mean
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
-        if not (wrong_units or few.is_unweighted) and few.has_rows:
-            with contextlib.suppress(Exception):  # code that wants more samples
-                # Of an odd number the last part has one more, not one alone.
-                bounds = [*range(0, num - FEW + 1, FEW), num]
-                fewest = [compute(low, high, gradients=False) for low, high in itertools.pairwise(bounds)]
-                if (message := describe_few(whole, fewest, tolerance)) and not few.draws():
-                    return "wrong_units", message
+        if not (wrong_units or few.is_unweighted) and few.has_rows and (message := _bent_in_few(few, tolerance)):
+            return "wrong_units", message
         if not wrong_units or few.is_unweighted:
             if gap := _padding_gap(few, spans, parts, tolerance):
                 effect = self._effect(step, wrong.PADDED_ALONE)
@@ -338,6 +333,29 @@ def _differs_in_padding(anew: Any, cut: Any) -> bool:
         or torch.equal(one, other[tuple(slice(m - n, m) for n, m in zip(one.shape, other.shape, strict=True))])
         for one, other in pairs
     )
+
+
+def _bent_in_few(few: FewSamples, tolerance: float) -> str:
+    """Return what is wrong where the losses of the smallest parts have another mean; also in double, where rounding is small."""
+    # Of an odd number the last part has one more, not one alone.
+    bounds = [*range(0, few.num - FEW + 1, FEW), few.num]
+
+    def look() -> str:
+        whole, *fewest = (
+            few.compute(low, high, gradients=False) for low, high in ((0, few.num), *itertools.pairwise(bounds))
+        )
+        return describe_few(whole, fewest, tolerance)
+
+    narrow = few.quiet
+    try:
+        if look() and not few.draws():
+            few.quiet = in_double(few.quiet)
+            return look()
+    except Exception:  # code that wants more samples, or compares dtypes itself
+        pass
+    finally:
+        few.quiet = narrow
+    return ""
 
 
 def _padding_gap(few: FewSamples, spans: Spans, parts: Sequence[Gradient], tolerance: float) -> float:

@@ -112,6 +112,7 @@ def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it, and leaves it set
     importlib.import_module("ray")  # that alone takes seconds
     began_s = time.monotonic()
     with pytest.raises(QueueError, match=f"no Ray cluster at {address}: .*refused.*RAY_ADDRESS"):
