@@ -24,7 +24,7 @@ RUN = {
     "device", "rank", "world_size", "is_main",
 }  # fmt: skip
 MAX_FILE_LINES = 420
-MAX_SOURCE_LINES = 86_100
+MAX_SOURCE_LINES = 86_150
 # 48,500 held while nothing was added (the rework of names and packages). What has come since: the engine (54,000), checkpoints
 # and losses over the whole batch (58,500), and then runs that go on when devices are lost, wire formats, islands, strategy
 # async, pages for a browser, and a queue that mends itself.

@@ -168,12 +168,11 @@ class _Planning:
 
     def _improve(self, job: Job) -> None:
         """Give a job that goes on running devices of another kind, more of them, or faster ones."""
-        kinds = self.decision.kinds
-        if job.id in kinds and self.changes.is_elsewhere(job):
+        if (has_kind := job.id in self.decision.kinds) and self.changes.is_elsewhere(job):
             self.changes.change_kind(job, self.candidates)
         elif self.window is None and self.decision.sizes.get(job.id, 0) > len(job.devices):
             self.changes.grow(job)
-        if self.snapshot.layout.has_speeds and self.free.num_free and job.id not in kinds:
+        if self.snapshot.layout.has_speeds and self.free.num_free and not has_kind:
             self.changes.move_to_faster(job, self.window)
 
     def _join(self, job: Job) -> bool:

@@ -24,12 +24,11 @@ class PreemptionCandidate(NamedTuple):
 
 
 class PreemptionCandidates:
-    """The running jobs behind the current position in the order."""
+    """The running jobs behind the current position in the order; made of jobs, devices and youth, the most deserving first."""
 
     def __init__(
         self, in_order: Iterable[tuple[Job, Sequence[int], bool]], pool_of: Sequence[int], host_of: Sequence[int]
     ) -> None:
-        """Take jobs, their devices and whether they are young, the most deserving first."""
         self._pool_of, self._host_of = pool_of, host_of
         self.behind = {
             job.id: PreemptionCandidate(job, slots, frozenset([pool_of[slot] for slot in slots]), is_young)
@@ -62,8 +61,7 @@ class PreemptionCandidates:
         priority = job.spec.priority
         if self._failed.get((choice, priority), num + 1) <= num:
             return False
-        found = self._find(priority, choice, num, free)
-        if found is None:
+        if (found := self._find(priority, choice, num, free)) is None:
             self._failed[choice, priority] = num
             return False
         for candidate in found:

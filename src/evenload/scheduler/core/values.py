@@ -326,7 +326,7 @@ class Settings:
     min_run_s: float = 300.0
     """A job of the same class doesn't displace one that got its devices less than this ago."""
     max_preemptions_per_hour: int = 6
-    """Most preemptions and shrinks of a job within an hour; none for a priority below 0, nor for elastic jobs under `goodput`."""
+    """Most preemptions and shrinks of a job in an hour; no limit below priority 0, or for elastic jobs under `goodput`."""
     starve_after_s: float = field(default=12 * 3600.0, metadata=_MAY_BE_INFINITE)
     """A job that waited so much longer than it ran goes before all others; see `policies.starvation`."""
     ageing_s: float = field(default=3600.0, metadata=_MAY_BE_INFINITE)
