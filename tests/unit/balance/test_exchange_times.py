@@ -137,6 +137,13 @@ def test_the_format_in_use_takes_what_was_measured_and_the_others_follow() -> No
         assert found[1].step_s < bf16.step_s
 
 
+@pytest.mark.parametrize("faster", [0.5, 2.0])
+def test_after_a_machine_has_left_nothing_is_sent(faster: float) -> None:
+    options = options_of(SIZE, SLOW, 1, Work(0.5))
+    found = as_measured(options, "fp32", SIZE, SLOW, 1, Work(0.5), faster * options[0].step_s)
+    assert [one.setting for one in found] == [one.setting for one in options]
+
+
 def test_a_large_first_parameter_travels_alone_after_the_backward() -> None:
     link = Link(1e-4, 1e9, 1e9, 1e9)
     embedding, layers = (50_000, 160), ((1000, 1000),) * 8
