@@ -194,7 +194,7 @@ class CouplingWatch(StepListener):
         if bent_mean:
             return "wrong_units", bent_mean
         wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
-        if not (wrong_units or few.is_unweighted) and few.has_rows and (message := _bent_in_few(few, tolerance)):
+        if not (wrong_units or few.is_unweighted) and few.has_rows and (message := _bent_in_few(few, whole, tolerance)):
             return "wrong_units", message
         if not wrong_units or few.is_unweighted:
             if gap := _padding_gap(few, spans, parts, tolerance):
@@ -335,22 +335,20 @@ def _differs_in_padding(anew: Any, cut: Any) -> bool:
     )
 
 
-def _bent_in_few(few: FewSamples, tolerance: float) -> str:
+def _bent_in_few(few: FewSamples, whole: Gradient, tolerance: float) -> str:
     """Return what is wrong where the losses of the smallest parts have another mean; also in double, where rounding is small."""
     # Of an odd number the last part has one more, not one alone.
     bounds = [*range(0, few.num - FEW + 1, FEW), few.num]
 
-    def look() -> str:
-        whole, *fewest = (
-            few.compute(low, high, gradients=False) for low, high in ((0, few.num), *itertools.pairwise(bounds))
-        )
+    def look(whole: Gradient) -> str:
+        fewest = [few.compute(low, high, gradients=False) for low, high in itertools.pairwise(bounds)]
         return describe_few(whole, fewest, tolerance)
 
     narrow = few.quiet
     try:
-        if look() and not few.draws():
+        if look(whole) and not few.draws():
             few.quiet = in_double(few.quiet)
-            return look()
+            return look(few.compute(0, few.num, gradients=False))
     except Exception:  # code that wants more samples, or compares dtypes itself
         pass
     finally:
