@@ -27,6 +27,12 @@ INDEX_VARIABLE = "EVENLOAD_ARRAY_INDEX"
 """Variable with the index of an array's element, which also replaces `{index}` in its command."""
 
 DEFAULT_GRACE_S = 60.0
+_LOCAL_ONLY = {
+    "idle_end": ("idle_end_s", "watches its devices"),
+    "begin": ("begin", "holds jobs until a time"),
+    "deadline": ("deadline", "plans for deadlines"),
+}
+"""Keys that other backends can't do: the field of `JobFile`, and what the local queue does for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +237,6 @@ def job_from(values: Mapping[str, Any], sources: Mapping[str, str] | None = None
     job = JobFile(**read_values, options=options)
     _check(job, values, sources or {})
     return job
-
-
-_LOCAL_ONLY = {
-    "idle_end": ("idle_end_s", "watches its devices"),
-    "begin": ("begin", "holds jobs until a time"),
-    "deadline": ("deadline", "plans for deadlines"),
-}
-"""Keys that other backends can't do: the field of `JobFile`, and what the local queue does for it."""
 
 
 def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:

@@ -17,9 +17,10 @@ from evenload.scheduler.paths import log_path
 
 if TYPE_CHECKING:
     from evenload.scheduler.clock import QueueClock
+    from evenload.scheduler.core.queue_state import QueueState
     from evenload.scheduler.core.values import Job, JobSpec
     from evenload.scheduler.forecast.forecast import Forecast
-    from evenload.scheduler.messages import AttemptRow, JobRow
+    from evenload.scheduler.messages import AttemptRow, DeviceRow, JobRow
     from evenload.scheduler.store.ledger import AttemptRecord
     from evenload.scheduler.store.reader import JobLine
 
@@ -184,6 +185,27 @@ def add_forecast(row: JobRow, job: Job, forecast: Forecast, ahead_s: float) -> N
     row["deadline_note"] = forecast.deadline_note
     if str(job.state) == "PENDING" or not job.reason or forecast.deadline_note:
         row["reason"] = forecast.reason or job.reason
+
+
+def row_of_device(state: QueueState, name: str, label: str) -> DeviceRow:
+    """Return a device's row; what only a daemon measures is empty."""
+    device, jobs = state.devices[name], list(state.holder.get(name, ()))
+    return {
+        "id": name,
+        "label": label,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes,
+        "speed": device.speed,
+        "price_per_hour": device.price_per_hour,
+        "power_w": device.power_w,
+        "job": jobs[0] if jobs else "",
+        "jobs": jobs,
+        "excess_bytes": 0,
+        "closed": state.closed.get(name, ""),
+        "external": [],
+        "ghost_bytes": 0,
+        "used_bytes": 0,
+    }
 
 
 def spec_by_wall_clock(spec: JobSpec, ahead_s: float) -> JobSpec:

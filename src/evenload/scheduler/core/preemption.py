@@ -1,6 +1,6 @@
 """Preemption: which jobs must stop so that a more deserving job can start, the least deserving first, as few as possible.
 
-They are behind it in the order, preemptible, not preempted too often, and not in their minimum run time unless of a lower class.
+Such a job is behind it in the order, preemptible, not preempted too often, and past its minimum run time or of a lower class.
 """
 
 from __future__ import annotations

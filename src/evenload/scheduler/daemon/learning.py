@@ -12,14 +12,9 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.learned_restarts import LearnedRestart, lost_s
+from evenload.scheduler.learned_restarts import LearnedRestart, lost_s, updated_s
 from evenload.scheduler.learned_speeds import LearnedSpeeds
 from evenload.scheduler.runner.files import RunnerResult
-
-_NEWEST_WEIGHT = 0.5
-"""Weight of the newest measured change of devices against the earlier ones."""
-_MIN_CHANGE = 0.1
-"""A measured change of devices that differs by less than this fraction is not recorded again."""
 
 
 @dataclass
@@ -74,12 +69,10 @@ class Learning:
     def resized(self, job: Job, seconds: float) -> events.SpecChanged | None:
         """Measure a change without a stop, in which the devices that came or went were idle; return as `began` does."""
         num_changed = abs(len(job.target) - len(job.devices))
-        measured_s, before = seconds * num_changed / max(len(job.target), len(job.devices)), job.spec.resize_s
-        if before is not None:
-            measured_s = _NEWEST_WEIGHT * measured_s + (1 - _NEWEST_WEIGHT) * before
-            if abs(measured_s - before) <= _MIN_CHANGE * before:
-                return None
-        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, resize_s=round(measured_s, 3)))
+        idle_s = seconds * num_changed / max(len(job.target), len(job.devices))
+        if (resize_s := updated_s(idle_s, job.spec.resize_s)) is None:
+            return None
+        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, resize_s=resize_s))
 
     def forget(self, name: str) -> None:
         self._known.pop(name, None)

@@ -17,7 +17,7 @@ from evenload.scheduler.daemon.maintenance import shifted
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.forecast.forecast import Forecast
-from evenload.scheduler.job_lookup import add_forecast, row_of_job, spec_by_wall_clock
+from evenload.scheduler.job_lookup import add_forecast, row_of_device, row_of_job, spec_by_wall_clock
 from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
@@ -138,21 +138,10 @@ def _device_row(state: DaemonState, name: str) -> DeviceRow:
                     "since_s": state.external_since_s.get((name, holder.pid), time.time()),
                 }
             )
-    return {
-        "id": name,
-        "label": name if found is None else found.label,
-        "kind": device.kind,
-        "memory_bytes": device.memory_bytes,
-        "speed": device.speed,
-        "price_per_hour": device.price_per_hour,
-        "power_w": device.power_w,
-        "job": jobs[0] if jobs else "",
-        "jobs": list(jobs),
-        "excess_bytes": excess_bytes([queue_state.jobs[job] for job in jobs], device.memory_bytes)
-        if len(jobs) > 1
-        else 0,
-        "closed": queue_state.closed.get(name, ""),
-        "external": external,
-        "ghost_bytes": 0 if held is None else held.ghost_bytes(state.settings.ghost_bytes),
-        "used_bytes": 0 if held is None else held.used_bytes,
-    }
+    row = row_of_device(queue_state, name, name if found is None else found.label)
+    row["external"] = external
+    if len(jobs) > 1:
+        row["excess_bytes"] = excess_bytes([queue_state.jobs[job] for job in jobs], device.memory_bytes)
+    if held is not None:
+        row["ghost_bytes"], row["used_bytes"] = held.ghost_bytes(state.settings.ghost_bytes), held.used_bytes
+    return row

@@ -246,7 +246,11 @@ def are_finite(buckets: Sequence[Bucket]) -> bool:
     if not norms or math.isfinite(float(norms[0] if len(norms) == 1 else sum_scalars(norms))):
         return True
     # The norms of large but finite gradients may overflow.
-    return all(bool(torch.isfinite(real(bucket.memory.gradients)).all()) for bucket in buckets)
+    return all_finite(bucket.memory.gradients for bucket in buckets)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(real(tensor)).all()) for tensor in tensors)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

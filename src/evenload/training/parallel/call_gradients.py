@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from evenload.errors import StepError
 from evenload.training.compute.device_read import DeviceRead, scalars_on
 from evenload.training.compute.model_parameters import magnitude, sum_scalars
-from evenload.training.parallel.buckets import Bucket, Slot, real
+from evenload.training.parallel.buckets import Bucket, Slot
 from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
 
 PLAIN_BACKWARD = (
@@ -316,10 +316,6 @@ def sparse_error(name: str) -> StepError:
         f"the gradient of {name} is sparse, and gradients are summed as dense ones: use sparse=False, and Adam in place of "
         "SparseAdam"
     )
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(real(tensor)).all()) for tensor in tensors)
 
 
 def finite_flag(marks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,13 +13,12 @@ from torch import nn
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.model_parameters import any_nonzero, sum_scalars
-from evenload.training.parallel.buckets import Bucket, real
+from evenload.training.parallel.buckets import Bucket, all_finite, real
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
     SET_IN_LOSS_FN,
     CallGradients,
     Expectation,
-    all_finite,
     finite_flag,
     number_slots,
     scale_all,

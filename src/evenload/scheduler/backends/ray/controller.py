@@ -26,6 +26,7 @@ from evenload.scheduler.backends.ray.rows import job_rows, queue_rows
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState, Verb
 from evenload.scheduler.job_file import job_from
+from evenload.scheduler.messages import DeviceRow
 
 NAME, NAMESPACE = "queue", "evenload"
 _POLL_S = 0.2
@@ -84,7 +85,7 @@ class RayQueueActor:
     def rows(self, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
         return self._in_thread(lambda: queue_rows(self._queue, user, states, num_ended))
 
-    def job_rows(self, job: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    def job_rows(self, job: str) -> tuple[dict[str, Any], dict[str, DeviceRow]]:
         return self._in_thread(lambda: job_rows(self._queue, job))
 
     def ids_of(self, text: str) -> list[str]:

@@ -12,7 +12,8 @@ from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.forecast.forecast import Forecast
-from evenload.scheduler.job_lookup import add_forecast, row_of_attempt, row_of_job, spec_by_wall_clock
+from evenload.scheduler.job_lookup import add_forecast, row_of_attempt, row_of_device, row_of_job, spec_by_wall_clock
+from evenload.scheduler.messages import DeviceRow
 
 
 def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], num_ended: int | None) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def queue_rows(queue: RayQueue, user: str | None, states: Sequence[JobState], nu
     }
 
 
-def job_rows(queue: RayQueue, name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def job_rows(queue: RayQueue, name: str) -> tuple[dict[str, Any], dict[str, DeviceRow]]:
     """Return a job in the form of a daemon's reply to ``job``, and the rows of the queue's devices by id."""
     queue.commit()
     job = queue.job(name)
@@ -65,23 +66,5 @@ def _job_row(queue: RayQueue, job: Job, forecasts: Mapping[str, Forecast]) -> di
     return dict(row)
 
 
-def _device_row(queue: RayQueue, name: str) -> dict[str, Any]:
-    """Return a row of `messages.DeviceRow`; what only a machine's own queue measures is empty."""
-    state = queue.queue_state
-    device, jobs = state.devices[name], list(state.holder.get(name, ()))
-    return {
-        "id": name,
-        "label": device_label(name, queue.names),
-        "kind": device.kind,
-        "memory_bytes": device.memory_bytes,
-        "speed": device.speed,
-        "price_per_hour": device.price_per_hour,
-        "power_w": device.power_w,
-        "job": jobs[0] if jobs else "",
-        "jobs": jobs,
-        "excess_bytes": 0,
-        "closed": state.closed.get(name, ""),
-        "external": [],
-        "ghost_bytes": 0,
-        "used_bytes": 0,
-    }
+def _device_row(queue: RayQueue, name: str) -> DeviceRow:
+    return row_of_device(queue.queue_state, name, device_label(name, queue.names))
